@@ -1,0 +1,1 @@
+"""Influence functions, data attribution and unlearning in data space."""
