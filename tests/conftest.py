@@ -1,4 +1,4 @@
-"""Strict settings for every test: float64, no silent promotion, checked shapes, warnings are errors."""
+"""Strict settings for every test: float64, checked shapes and types."""
 
 import jax
 from jaxtyping import install_import_hook
