@@ -1,1 +1,29 @@
-"""Influence functions, data attribution and unlearning in data space."""
+"""Influence functions, data attribution and unlearning in data space.
+
+In flow order: linearise a model, fit it, edit its training set, read out what changed.
+"""
+
+from . import losses as losses
+from . import operators as operators
+from . import solvers as solvers
+from ._edits import Add as Add
+from ._edits import Relabel as Relabel
+from ._edits import Remove as Remove
+from ._edits import Replace as Replace
+from ._edits import Reweight as Reweight
+from ._fit import fit as fit
+from ._fit import from_trained as from_trained
+from ._fitted import Fitted as Fitted
+from ._fitted import Update as Update
+from ._linearize import Linearized as Linearized
+from ._linearize import linearize as linearize
+from ._models import PrecomputedKernel as PrecomputedKernel
+from ._newton import NotConverged as NotConverged
+from ._problem import Certificate as Certificate
+from .losses import Convex as Convex
+from .losses import Logistic as Logistic
+from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
+from .losses import SquaredError as SquaredError
+from .solvers import CG as CG
+from .solvers import Auto as Auto
+from .solvers import Cholesky as Cholesky

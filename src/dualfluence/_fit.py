@@ -1,0 +1,390 @@
+"""Fitting: damped Newton from `α = 0`, or taking over a network that the user trained."""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PRNGKeyArray, PyTree
+
+from ._checks import check_finite, check_ridge, check_rows
+from ._edits import TrainingSet
+from ._fitted import (
+    MAX_STEPS,
+    Fidelity,
+    Fitted,
+    OnFailure,
+    check_outcome,
+    default_rtol,
+    make_problem,
+)
+from ._kernel_checks import check_kernel
+from ._linearize import Linearized
+from ._memory import memory_budget
+from ._models import FORMS, AbstractSource, NetworkSource, as_source
+from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise
+from ._problem import State
+from ._progress import ProgressFn
+from ._readout import Reference, apply_network
+from .losses import AbstractLoss
+from .operators import AbstractKernelOperator, MatrixFreeOperator
+from .solvers import (
+    CG,
+    AbstractDualSolver,
+    AbstractPreconditioner,
+    Auto,
+    NoPreconditioner,
+    resolve,
+    spectral_preconditioner,
+)
+
+DEFAULT_RANK = 400
+
+
+def fit(
+    model: Any,
+    x: Any,
+    y: Any,
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    weights: Any = None,
+    num_outputs: int | None = None,
+    form: str = "auto",
+    solver: AbstractDualSolver | Auto | None = None,
+    tolerance: float | None = None,
+    rtol: float | None = None,
+    max_steps: int = MAX_STEPS,
+    rank: int | None = None,
+    key: PRNGKeyArray | None = None,
+    on_failure: OnFailure = "raise",
+    progress: bool | ProgressFn = True,
+) -> Fitted:
+    r"""Train a linearised (or infinitely wide) network to the optimum of
+
+    $$\sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad w_i = s_i/\sum_j s_j,$$
+
+    by damped Newton steps in data space. Tens of products with `K`, where gradient descent takes
+    thousands.
+
+    **Arguments:**
+
+    - `model`: from `linearize` or `dualfluence.infinite`, anything with `kernel(x1, x2)`, such a
+      function, or a precomputed kernel matrix (then `x` may be `None`).
+    - `x`, `y`: training features and targets, points on axis 0.
+    - `loss`, `ridge`: `ℓ` and `λ > 0`.
+    - `weights`: sample weights `s`, 1 by default.
+    - `num_outputs`: `c`, when neither model nor targets tell.
+    - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
+    - `solver`: `Auto()` by default.
+    - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
+    - `rtol`: relative residual of the last linear solves.
+    - `rank`: columns of the preconditioner kept for later edits; 0 for none.
+    - `key`: randomness of that preconditioner's sketch.
+    - `on_failure`: `"report"` returns a fit that missed its tolerance, marked in `stats`.
+
+    **Returns:** `Fitted`.
+    """
+    clock = Clock()
+    source = as_source(model)
+    setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress)
+    data, op, offset, notes = setup
+    solver = solver or Auto()
+    picked = resolve(solver, op)
+    preconditioner = _preconditioner(op, picked.solver, rank, key)
+    diagonal = _diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset)
+    zero = jnp.zeros_like(offset)
+    start = inspect_jit(op, problem, State(zero, zero), diagonal)
+    dtype = offset.dtype
+    limit = default_tolerance(dtype) if tolerance is None else tolerance
+    point, facts = minimise(
+        op,
+        problem,
+        start,
+        diagonal,
+        solver=picked.solver,
+        preconditioner=preconditioner,
+        rtol=default_rtol(dtype) if rtol is None else rtol,
+        tolerances=Tolerances(None, limit, max_steps),
+        what="fit",
+        progress=progress,
+    )
+    if facts["at_floor"] and not facts["converged"]:
+        facts["converged"] = True
+        notes += (f"stopped at the rounding floor of {dtype}, short of tolerance {limit:.1e}",)
+    # A fresh product with K, so that no drift of the running sum enters later edits.
+    state = State(point.state.alpha, _mv(op, point.state.alpha))
+    point = inspect_jit(op, problem, state, diagonal)
+    stats = Stats(
+        steps=facts["steps"],
+        iterations=facts["iterations"],
+        products=facts["products"] + 2,
+        converged=facts["converged"],
+        residual=facts["residual"],
+        seconds=clock.stop(point),
+        solver=picked.solver.describe(op),
+        reason=picked.reason,
+        notes=notes,
+    )
+    check_outcome(stats, on_failure, "fit", point.certificate)
+    return Fitted(
+        source=source,
+        data=data,
+        state=state,
+        reference=None,
+        loss=loss,
+        ridge=float(ridge),
+        kernel_op=op,
+        offset=offset,
+        kernel_diagonal=diagonal,
+        preconditioner=preconditioner,
+        certificate=point.certificate,
+        stats=stats,
+    )
+
+
+def from_trained(
+    model: Linearized,
+    trained_params: PyTree,
+    x: Any,
+    y: Any,
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    weights: Any = None,
+    tangent: Literal["initial", "trained"] = "initial",
+    linearised: bool = False,
+    form: str = "auto",
+    rank: int | None = None,
+    key: PRNGKeyArray | None = None,
+    progress: bool | ProgressFn = True,
+) -> Fitted:
+    r"""Take over a network that was trained elsewhere on
+    $\sum_i w_i\ell(f_i,y_i)+\frac{\lambda}{2}\|\theta-\theta_0\|^2$.
+
+    Outputs and gradients come from the network itself and `α = −g/λ`, as at a stationary point.
+    Nothing is trained here; how far the network is from stationary and from its linearisation is
+    in `fidelity`. Edits then move `θ` by `JᵀΔα` from the trained parameters.
+
+    **Arguments:**
+
+    - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards.
+    - `trained_params`: `θ`, a pytree like `θ₀`.
+    - `tangent`: Jacobian at `θ₀` (as the paper does) or at `θ`, where `θ − θ₀ = Jᵀα` holds exactly at
+      any stationary point of the nonlinear objective.
+    - `linearised`: the network that was trained is the linearisation itself.
+    - other arguments: as in `fit`.
+    """
+    if not isinstance(model, Linearized):
+        raise TypeError("from_trained: model must come from linearize; a kernel has no parameters.")
+    if jax.tree.structure(trained_params) != jax.tree.structure(model.params):
+        raise ValueError(
+            "from_trained: trained_params must have the tree structure of the parameters given to "
+            f"linearize, {jax.tree.structure(model.params)}."
+        )
+    clock = Clock()
+    tangent_model = replace(model, params=trained_params) if tangent == "trained" else model
+    source = NetworkSource(tangent_model)
+    data, op, _, notes = _prepare(source, x, y, loss, ridge, weights, None, form, progress)
+    theta, theta_0 = model.split(trained_params)[0], model.split(model.params)[0]
+    change = jax.tree.map(jnp.subtract, theta, theta_0)
+    linear_outputs = _linear_outputs(model, data.x, change)
+    outputs = linear_outputs if linearised else apply_network(model, trained_params, data.x)
+    check_finite("from_trained outputs", outputs)
+    gradient_model = model if linearised else replace(model, params=trained_params)
+    w = jnp.asarray(data.weights, outputs.dtype)[:, None]
+    g = w * loss.grad(outputs, jnp.asarray(data.targets))
+    alpha = -g / float(ridge)
+    state = State(alpha, _mv(op, alpha))
+    offset = outputs - state.k_alpha
+    fidelity = _fidelity(
+        model, gradient_model, data.x, g, alpha, change, outputs, linear_outputs, ridge
+    )
+    diagonal = _diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset)
+    point = inspect_jit(op, problem, state, diagonal)
+    picked = resolve(Auto(), op)
+    stats = Stats(
+        steps=0,
+        iterations=0,
+        products=2,
+        converged=True,
+        residual=0.0,
+        seconds=clock.stop(point),
+        solver="none",
+        reason="trained by the user",
+        notes=notes,
+    )
+    return Fitted(
+        source=source,
+        data=data,
+        state=state,
+        reference=Reference(trained_params, alpha, linearised),
+        loss=loss,
+        ridge=float(ridge),
+        kernel_op=op,
+        offset=offset,
+        kernel_diagonal=diagonal,
+        preconditioner=_preconditioner(op, picked.solver, rank, key),
+        certificate=point.certificate,
+        stats=stats,
+        fidelity=fidelity,
+    )
+
+
+def default_tolerance(dtype: Any) -> float:
+    """Relative certified distance that a fit aims for."""
+    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
+
+
+def _prepare(
+    source: AbstractSource,
+    x: Any,
+    y: Any,
+    loss: AbstractLoss,
+    ridge: float,
+    weights: Any,
+    num_outputs: int | None,
+    form: str,
+    progress: bool | ProgressFn,
+) -> tuple[TrainingSet, AbstractKernelOperator, Array, tuple[str, ...]]:
+    """Checked training set, operator and base outputs."""
+    check_ridge(ridge)
+    if not isinstance(loss, AbstractLoss):
+        raise TypeError(
+            "fit: loss must be a dualfluence loss such as SoftmaxCrossEntropy(), got "
+            f"{type(loss).__name__}. Wrap your own convex function in Convex(fn)."
+        )
+    if form not in FORMS:
+        raise ValueError(f"fit: form must be one of {FORMS}, got {form!r}.")
+    features = jnp.arange(np.shape(y)[0]) if x is None else jnp.asarray(x)
+    if features.ndim == 0 or features.shape[0] == 0:
+        raise ValueError(f"fit: x needs at least one point on axis 0, got shape {features.shape}.")
+    check_finite("x", features)
+    check_rows("y", np.asarray(y) if not hasattr(y, "ndim") else y, features.shape[0], "point of x")
+    if isinstance(source, NetworkSource):
+        _check_linear(source.model, features)
+    base = source.base_outputs(features, num_outputs)
+    if base is not None:
+        check_finite("outputs of apply_fn", base)
+        num_outputs = base.shape[1]
+    dtype = base.dtype if base is not None else jnp.result_type(float)
+    targets = loss.prepare_targets(y, num_outputs, dtype)
+    if num_outputs is None:
+        num_outputs = targets.shape[1] if targets.ndim == 2 else 1
+    form, note = _choose_form(source, form, features.shape[0] * num_outputs, dtype)
+    op = source.operator(features, num_outputs, form=form, progress=progress)
+    checked = check_kernel(op)
+    if base is None:
+        base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
+    if base.dtype != dtype or op.dtype != dtype:
+        base = base.astype(op.dtype)
+        targets = loss.prepare_targets(y, num_outputs, op.dtype)
+    samples = np.ones(features.shape[0]) if weights is None else np.asarray(weights, float)
+    check_rows("weights", samples, features.shape[0], "point of x")
+    check_finite("weights", samples)
+    if (samples < 0).any() or not samples.sum() > 0:
+        raise ValueError("fit: weights must be non-negative with a positive sum.")
+    data = TrainingSet(features, np.asarray(targets), samples)
+    return data, op, base, (f"kernel {checked}", *note)
+
+
+def _choose_form(
+    source: AbstractSource, form: str, size: int, dtype: Any
+) -> tuple[str, tuple[str, ...]]:
+    if form != "auto" or not isinstance(source, NetworkSource):
+        return form, ()
+    needed, budget = size * size * jnp.dtype(dtype).itemsize, memory_budget()
+    if needed <= budget:
+        return "dense", ()
+    note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
+    return "matrix-free", (note,)
+
+
+def _preconditioner(
+    op: AbstractKernelOperator,
+    solver: AbstractDualSolver,
+    rank: int | None,
+    key: PRNGKeyArray | None,
+) -> AbstractPreconditioner:
+    size = op.num_points * op.num_outputs
+    if rank is None:
+        wanted = isinstance(solver, CG) and not isinstance(op, MatrixFreeOperator)
+        rank = min(DEFAULT_RANK, size // 8) if wanted else 0
+    if rank == 0:
+        return NoPreconditioner()
+    if not 0 < rank <= size:
+        raise ValueError(f"fit: rank must be in [0, n·c] = [0, {size}], got {rank}.")
+    return spectral_preconditioner(op, rank, jax.random.key(0) if key is None else key)
+
+
+def _check_linear(model: Linearized, x: Array) -> None:
+    """For `anchor="zero"`: `f(θ) − f(0) = Jθ` on a few points and a random `θ`, or an error."""
+    model.apply_shape(x)
+    if model.anchor != "zero":
+        return
+    theta, frozen = model.split(model.params)
+    leaves, treedef = jax.tree.flatten(theta)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    probe = jax.tree.unflatten(
+        treedef,
+        [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)],
+    )
+    few = x[:4]
+    actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)
+    linear = model.jvp(few, probe)
+    gap = float(jnp.linalg.norm(actual - linear))
+    if gap > 1e-3 * max(float(jnp.linalg.norm(actual)), 1e-30):
+        raise ValueError(
+            "fit: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
+            f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."
+        )
+
+
+def _fidelity(
+    model: Linearized,
+    gradient_model: Linearized,
+    x: Array,
+    g: Array,
+    alpha: Array,
+    change: PyTree,
+    outputs: Array,
+    linear_outputs: Array,
+    ridge: float,
+) -> Fidelity:
+    gradient = jax.tree.map(lambda a, b: a + ridge * b, _pull(gradient_model, x, g), change)
+    gap = jax.tree.map(jnp.subtract, change, _pull(model, x, alpha))
+    base = apply_network(model, model.params, x)
+    moved = float(jnp.linalg.norm(linear_outputs - base))
+    return Fidelity(
+        gradient_norm=_norm(gradient),
+        parameter_gap=_norm(gap) / max(_norm(change), 1e-30),
+        output_gap=float(jnp.linalg.norm(outputs - linear_outputs)) / max(moved, 1e-30),
+    )
+
+
+def _norm(tree: PyTree) -> float:
+    return float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))))
+
+
+@eqx.filter_jit
+def _mv(op: AbstractKernelOperator, v: Array) -> Array:
+    return op.mv(v)
+
+
+@eqx.filter_jit
+def _diagonal(op: AbstractKernelOperator) -> Array:
+    return op.diagonal()
+
+
+@eqx.filter_jit
+def _pull(model: Linearized, x: Array, v: Array) -> PyTree:
+    return model.vjp(x, v)
+
+
+@eqx.filter_jit
+def _linear_outputs(model: Linearized, x: Array, change: PyTree) -> Array:
+    return model.base_outputs(x) + model.jvp(x, change)

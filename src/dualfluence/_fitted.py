@@ -1,0 +1,331 @@
+"""A fitted model and its edits."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ._edits import AbstractEdit, TrainingSet, apply_edits
+from ._newton import (
+    Clock,
+    NotConverged,
+    Point,
+    Stats,
+    Tolerances,
+    check_report,
+    influence_step,
+    inspect_jit,
+    minimise,
+)
+from ._problem import Certificate, Problem, State
+from ._progress import ProgressFn
+from ._readout import DualModel
+from .losses import AbstractLoss
+from .operators import AbstractKernelOperator
+from .solvers import (
+    AbstractDualSolver,
+    AbstractPreconditioner,
+    Auto,
+    SpectralPreconditioner,
+    resolve,
+)
+from .solvers._paper import AbstractPaperForm
+
+MAX_STEPS = 100
+OnFailure = Literal["raise", "report"]
+
+
+class Fidelity(eqx.Module):
+    """How far a network that the user trained is from what the dual equation assumes.
+
+    - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
+    - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
+    - `output_gap`: root mean square of network minus linearised outputs, over that of the change.
+    """
+
+    gradient_norm: float
+    parameter_gap: float
+    output_gap: float
+
+
+class Fitted(DualModel):
+    """A model at (or near) the optimum of its training objective.
+
+    Made by `fit`, `from_trained` or `load`. Immutable: `edit` returns a new object.
+    """
+
+    loss: AbstractLoss
+    ridge: float = eqx.field(static=True)
+    kernel_op: AbstractKernelOperator
+    offset: Float[Array, "n c"]
+    kernel_diagonal: Float[Array, "n c"]
+    preconditioner: AbstractPreconditioner
+    certificate: Certificate
+    stats: Stats = eqx.field(static=True)
+    fidelity: Fidelity | None = eqx.field(static=True, default=None)
+
+    @property
+    def outputs(self) -> Float[Array, "n c"]:
+        """Outputs at the training points."""
+        return self.offset + self.state.k_alpha
+
+    @property
+    def num_outputs(self) -> int:
+        return self.offset.shape[1]
+
+    def problem(self, data: TrainingSet | None = None) -> Problem:
+        """The objective on this training set, or on an edited one with the same rows."""
+        return make_problem(data or self.data, self.loss, self.ridge, self.offset)
+
+    def edit(
+        self,
+        edits: AbstractEdit | Sequence[AbstractEdit],
+        *,
+        steps: int = 1,
+        until: float | None = None,
+        solver: AbstractDualSolver | Auto | AbstractPaperForm | None = None,
+        rtol: float | None = None,
+        on_failure: OnFailure = "raise",
+        progress: bool | ProgressFn = True,
+    ) -> "Update":
+        r"""The model after an edit of its training set, without retraining from scratch.
+
+        One step (the default) is the influence function, exact for squared error. More steps, or
+        `until`, converge to exact retraining, with a line search on the edited objective.
+
+        **Arguments:**
+
+        - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
+        - `steps`: number of Newton steps.
+        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
+        - `solver`: `Auto`, `Cholesky`, `CG`, or one of the paper's forms (one step, removal only).
+        - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
+        - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
+
+        **Returns:** an `Update`.
+        """
+        if steps < 1:
+            raise ValueError(f"edit: steps must be at least 1, got {steps}.")
+        if until is not None and not until > 0:
+            raise ValueError(f"edit: until must be a positive distance, got {until}.")
+        data = apply_edits(edits, self.data, self.loss, self.num_outputs)
+        clock = Clock()
+        base = self._extended(data, progress)
+        problem = base.problem(data)
+        tol = default_rtol(base.state.alpha.dtype) if rtol is None else rtol
+        if isinstance(solver, AbstractPaperForm):
+            if steps != 1 or until is not None:
+                raise ValueError("edit: the paper's forms take exactly one step.")
+            point, facts = solver.remove(base.kernel_op, base.problem(), problem, base.state)
+            point = inspect_jit(base.kernel_op, problem, point, base.kernel_diagonal)
+            choice, reason = repr(solver), "asked for"
+        else:
+            picked = resolve(solver or Auto(), base.kernel_op)
+            choice, reason = picked.solver.describe(base.kernel_op), picked.reason
+            point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
+        stats = Stats(
+            steps=facts["steps"],
+            iterations=facts["iterations"],
+            products=facts["products"],
+            converged=facts["converged"],
+            residual=facts["residual"],
+            seconds=clock.stop(point),
+            solver=choice,
+            reason=reason,
+        )
+        check_outcome(stats, on_failure, "edit", point.certificate)
+        return Update(
+            source=self.source,
+            data=data,
+            state=point.state,
+            reference=self.reference,
+            before=base,
+            certificate=point.certificate,
+            stats=stats,
+        )
+
+    def _newton(
+        self,
+        problem: Problem,
+        solver: AbstractDualSolver,
+        steps: int,
+        until: float | None,
+        rtol: float,
+        progress: bool | ProgressFn,
+    ) -> tuple[Point, dict[str, Any]]:
+        op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
+        dtype = self.state.alpha.dtype
+        if steps == 1 and until is None:
+            tol = jnp.asarray(rtol, dtype)
+            point, report = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
+            check_report(report, point, "edit")
+            iterations = int(report.iterations)
+            return point, {
+                "steps": 1,
+                "iterations": iterations,
+                "products": int(report.products) + 1,
+                "residual": float(report.residual),
+                "converged": bool(report.converged),
+                "inner_converged": bool(report.converged),
+            }
+        start = inspect_jit(op, problem, self.state, diagonal)
+        tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
+        point, facts = minimise(
+            op,
+            problem,
+            start,
+            diagonal,
+            solver=solver,
+            preconditioner=pre,
+            rtol=rtol,
+            tolerances=tolerances,
+            what="edit",
+            progress=progress,
+        )
+        if until is None:
+            facts["converged"] = facts["inner_converged"]
+        return point, facts
+
+    def _extended(self, data: TrainingSet, progress: bool | ProgressFn) -> "Fitted":
+        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit."""
+        added = data.num_points - self.data.num_points
+        if added == 0:
+            return self
+        x_new = data.x[-added:]
+        op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
+        rows = ((0, added), (0, 0))
+        alpha = jnp.pad(self.state.alpha, rows)
+        state = State(alpha, op.mv(alpha))
+        offset_new = self._offset_at(x_new, state.k_alpha[-added:])
+        before = TrainingSet(
+            data.x,
+            np.concatenate([self.data.targets, data.targets[-added:]]),
+            np.pad(self.data.sample_weights, (0, added)),
+        )
+        pre = self.preconditioner
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(jnp.pad(pre.features, (*rows, (0, 0))))
+        return replace(
+            self,
+            data=before,
+            kernel_op=op,
+            state=state,
+            offset=jnp.concatenate([self.offset, offset_new]),
+            kernel_diagonal=op.diagonal(),
+            preconditioner=pre,
+        )
+
+    def _offset_at(self, x: Array, k_alpha: Float[Array, "m c"]) -> Float[Array, "m c"]:
+        """`f − Kα` at new points: the base outputs, or the trained network's less its dual part."""
+        return self.predict(x) - k_alpha
+
+    def save(self, path: Any, *, include_kernel: bool = False) -> None:
+        """Write to one `.npz` file without pickle, atomically; see `dualfluence.load`."""
+        from ._io import save  # the file format sits on top of this class
+
+        save(self, path, include_kernel=include_kernel)
+
+
+class Update(DualModel):
+    """A model after an edit: dual variables, certificate, stats, and what changed."""
+
+    before: Fitted
+    certificate: Certificate
+    stats: Stats = eqx.field(static=True)
+
+    @property
+    def delta_alpha(self) -> Float[Array, "n c"]:
+        """`Δα`; rows of added or replaced points come last."""
+        return self.state.alpha - self.before.state.alpha
+
+    @property
+    def outputs(self) -> Float[Array, "n c"]:
+        """Outputs at all training rows, removed ones included."""
+        return self.before.offset + self.state.k_alpha
+
+    def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
+        """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
+        xq = self.check_queries(xq)
+        if linearised:
+            return self.source.cross_mv(xq, self.x, self.delta_alpha)
+        return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
+
+    def delta_loss(
+        self,
+        xq: Any,
+        targets: Any,
+        *,
+        include_ridge: bool = False,
+        linearised: bool = True,
+    ) -> Float[Array, " q"]:
+        r"""Change of the loss at queries, positive where the edit makes it worse.
+
+        $$\nabla\ell(f_q)\cdot K_{qn}\Delta\alpha \;[+\; \lambda\,\alpha^\top K\Delta\alpha]$$
+
+        (paper, eqs. 9 and 13, for any number of outputs).
+
+        **Arguments:**
+
+        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, as the paper's estimate does.
+        - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
+        """
+        xq = self.check_queries(xq)
+        before, loss = self.before, self.before.loss
+        y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
+        if y.shape[0] != xq.shape[0]:
+            raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
+        f, delta_f = before.predict(xq), self.delta_outputs(xq)
+        if linearised:
+            change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
+            ridge_change = jnp.sum(before.state.k_alpha * self.delta_alpha)
+        else:
+            change = loss.value(f + delta_f, y) - loss.value(f, y)
+            ridge_change = 0.5 * (_square(self.state) - _square(before.state))
+        return change + before.ridge * ridge_change if include_ridge else change
+
+    def commit(self) -> Fitted:
+        """The updated model as a fit of its own, ready for the next request.
+
+        Removed points stay as rows of weight zero: their positions remain valid and nothing
+        recompiles.
+        """
+        return replace(
+            self.before,
+            data=self.data,
+            state=self.state,
+            certificate=self.certificate,
+            stats=self.stats,
+        )
+
+
+def make_problem(
+    data: TrainingSet, loss: AbstractLoss, ridge: float, offset: Float[Array, "n c"]
+) -> Problem:
+    """The objective's arrays, in the dtype of the outputs."""
+    dtype = offset.dtype
+    weights = jnp.asarray(data.weights, dtype)
+    return Problem(loss, jnp.asarray(data.targets), weights, jnp.asarray(ridge, dtype), offset)
+
+
+def default_rtol(dtype: Any) -> float:
+    """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
+    return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
+
+
+def _square(state: State) -> Float[Array, ""]:
+    return jnp.sum(state.alpha * state.k_alpha)
+
+
+def check_outcome(stats: Stats, on_failure: OnFailure, what: str, cert: Certificate) -> None:
+    if stats.converged or on_failure == "report":
+        return
+    raise NotConverged(
+        f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
+        f"relative residual of {stats.residual:.3g} and a certified distance of "
+        f"{float(cert.distance_bound):.3g}. Try float64, a larger ridge, a looser tolerance or "
+        "more steps, or on_failure='report' to get the answer as it is."
+    )

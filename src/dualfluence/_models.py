@@ -1,0 +1,202 @@
+"""What `fit` can be given: a linearised network, a kernel function, or a kernel matrix."""
+
+import abc
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree, Shaped
+
+from ._linearize import Linearized
+from ._progress import ProgressFn
+from .operators import (
+    AbstractKernelOperator,
+    DenseOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    MatrixFreeOperator,
+)
+
+FORMS = ("auto", "dense", "matrix-free")
+
+
+class AbstractSource(eqx.Module):
+    """Where `K` comes from: base outputs, the operator on training points, products with queries."""
+
+    @abc.abstractmethod
+    def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
+        """`f₀(x)`, or `None` for zero outputs of a width that the targets decide."""
+
+    @abc.abstractmethod
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        """`K(x, x)`."""
+
+    @abc.abstractmethod
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        """`K(xq, x) v`."""
+
+    @abc.abstractmethod
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        """The operator on `x` followed by `x_new`, reusing what `op` already holds."""
+
+
+class NetworkSource(AbstractSource):
+    """A linearised network; queries go through `J(x_q)(Jᵀv)`, so no cross kernel is ever formed."""
+
+    model: Linearized
+
+    def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
+        self.model.apply_shape(x)
+        return _base_outputs(self.model, x)
+
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if form == "matrix-free":
+            return MatrixFreeOperator(self.model, x, num_outputs)
+        size = x.shape[0] * num_outputs
+        kernel = self.model.kernel(x, progress=progress)
+        return DenseOperator(kernel.reshape(size, size), num_outputs)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        return _cross_mv(self.model, xq, x, v)
+
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if isinstance(op, MatrixFreeOperator):
+            return MatrixFreeOperator(self.model, jnp.concatenate([x, x_new]), op.num_outputs)
+        cross = self.model.kernel(x, x_new, progress=progress)
+        corner = self.model.kernel(x_new, progress=progress)
+        return bordered(op, cross, corner)
+
+
+class KernelSource(AbstractSource):
+    """A kernel function `k(x1, x2)` of shape `(n1, n2)` or `(n1, c, n2, c)`, outputs start at 0."""
+
+    kernel: Any
+    takes_none: bool = eqx.field(static=True)
+
+    def block(self, x1: Array, x2: Array | None, progress: bool | ProgressFn) -> Array:
+        if self.takes_none:
+            return self.kernel(x1, x2, progress=progress)
+        return jnp.asarray(self.kernel(x1, x1 if x2 is None else x2))
+
+    def base_outputs(self, x: Array, num_outputs: int | None) -> None:
+        return None
+
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if form == "matrix-free":
+            raise ValueError(
+                "fit: form='matrix-free' needs a network made by linearize; a kernel function "
+                "only gives entries. Use form='auto'."
+            )
+        return operator_from_array(self.block(x, None, progress), x.shape[0], num_outputs)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        block = self.block(xq, x, progress)
+        if block.ndim == 2:
+            return jnp.dot(block, v, precision="highest")
+        return jnp.einsum("qanb,nb->qa", block, v, precision="highest")
+
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if isinstance(op, LowRankOperator):
+            both = jnp.concatenate([x, x_new])
+            return self.operator(both, op.num_outputs, form="auto", progress=progress)
+        return bordered(op, self.block(x, x_new, progress), self.block(x_new, None, progress))
+
+
+class PrecomputedKernel(eqx.Module):
+    """A kernel matrix over a pool of points; "features" are integer positions in that pool.
+
+    `fit(matrix, None, y)` uses all positions as training points. For queries, put them in the same
+    pool: `fit(PrecomputedKernel(K), np.arange(n), y)`, then `fitted.predict(np.arange(n, n + q))`.
+    """
+
+    matrix: Array
+
+    def kernel(self, x1: Any, x2: Any) -> Array:
+        rows, cols = jnp.asarray(x1), jnp.asarray(x2)
+        half = self.matrix.ndim // 2
+        return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
+
+
+def as_source(model: Any) -> AbstractSource:
+    """Wrap whatever the user gave: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix."""
+    if isinstance(model, AbstractSource):
+        return model
+    if isinstance(model, Linearized):
+        return NetworkSource(model)
+    if isinstance(model, (jax.Array, np.ndarray)):
+        return KernelSource(PrecomputedKernel(jnp.asarray(model)).kernel, False)
+    method: Callable[..., Any] | None = getattr(model, "kernel", None)
+    if callable(method):
+        symmetric = hasattr(model, "kernel_block")
+        return KernelSource(method, symmetric)
+    if callable(model):
+        return KernelSource(model, False)
+    raise TypeError(
+        "fit: model must come from linearize or dualfluence.infinite, have a method "
+        f"kernel(x1, x2), be such a function, or be a kernel matrix; got {type(model).__name__}."
+    )
+
+
+def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelOperator:
+    """Dense or Kronecker operator from an `(n, n)`, `(n·c, n·c)` or `(n, c, n, c)` array."""
+    K = jnp.asarray(array)
+    c = num_outputs
+    if K.shape == (n, n):
+        return KroneckerOperator(K, c)
+    if K.shape in ((n, c, n, c), (n * c, n * c)):
+        return DenseOperator(K.reshape(n * c, n * c), c)
+    raise ValueError(
+        f"kernel: for {n} points and {c} outputs expected shape ({n}, {n}) or ({n}, {c}, {n}, {c}),"
+        f" got {tuple(K.shape)}."
+    )
+
+
+def bordered(op: AbstractKernelOperator, cross: Array, corner: Array) -> AbstractKernelOperator:
+    """`[[K, cross], [crossᵀ, corner]]` in the structure of `op`."""
+    if isinstance(op, KroneckerOperator):
+        return KroneckerOperator(_border(op.matrix, cross, corner), op.num_outputs, op.precision)
+    assert isinstance(op, DenseOperator)
+    m = corner.shape[0] * op.num_outputs
+    flat = _border(op.matrix, cross.reshape(-1, m), corner.reshape(m, m))
+    return DenseOperator(flat, op.num_outputs, op.precision)
+
+
+def _border(K: Array, cross: Array, corner: Array) -> Array:
+    return jnp.block([[K, cross], [cross.T, corner]])
+
+
+@eqx.filter_jit
+def _base_outputs(model: Linearized, x: Shaped[Array, "n ..."]) -> Array:
+    return model.base_outputs(x)
+
+
+@eqx.filter_jit
+def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
+    return model.jvp(xq, model.vjp(x, v))
+
+
+@eqx.filter_jit
+def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
+    """`J(x)ᵀ v`, compiled once per shape."""
+    return model.vjp(x, v)

@@ -1,0 +1,254 @@
+r"""Newton's method on the dual variables: the step (★) and the damped loop around it.
+
+$$(\lambda I + W'K)\,\Delta\alpha = -(g' + \lambda\alpha)$$
+
+One step is the influence function. Repeated, it is exact retraining.
+"""
+
+import time
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from ._problem import Certificate, Problem, State, certify
+from ._progress import ProgressFn, Ticker
+from .operators import AbstractKernelOperator
+from .solvers import AbstractDualSolver, AbstractPreconditioner
+
+ARMIJO = 1e-4
+MAX_HALVINGS = 40
+STALLED_STEPS = 3
+CURVATURE_SLACK = 1e3
+"""A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
+
+COUNTERS = {"traces": 0}
+"""How often the step was traced, i.e. compiled; tests read it."""
+
+
+class StepReport(eqx.Module):
+    """What one Newton step did."""
+
+    iterations: Int[Array, ""]
+    products: Int[Array, ""]
+    residual: Float[Array, ""]
+    converged: Bool[Array, ""]
+    step_size: Float[Array, ""]
+    min_curvature: Float[Array, ""]
+
+
+class Point(eqx.Module):
+    """A state with its residual `ρ`, the product `Kρ` and its certificate.
+
+    The next step needs `Kρ` anyway, so the certificate costs no product of its own in a loop.
+    """
+
+    state: State
+    rho: Float[Array, "n c"]
+    k_rho: Float[Array, "n c"]
+    certificate: Certificate
+
+
+def inspect(
+    op: AbstractKernelOperator, problem: Problem, state: State, diagonal: Float[Array, "n c"]
+) -> Point:
+    """Residual and certificate at `state`: one product with `K`."""
+    rho = problem.residual(state)
+    k_rho = op.mv(rho)
+    return Point(state, rho, k_rho, certify(problem, state, rho, k_rho, diagonal))
+
+
+inspect_jit = eqx.filter_jit(inspect)
+
+
+@eqx.filter_jit
+def newton_step(
+    op: AbstractKernelOperator,
+    problem: Problem,
+    point: Point,
+    diagonal: Float[Array, "n c"],
+    solver: AbstractDualSolver,
+    preconditioner: AbstractPreconditioner,
+    rtol: Float[Array, ""],
+    damped: bool,
+) -> tuple[Point, StepReport]:
+    """One step of (★) from `point`, with a line search on the objective if `damped`."""
+    COUNTERS["traces"] += 1
+    factor = problem.factor(point.state)
+    solution = solver.solve(
+        op,
+        factor,
+        problem.ridge,
+        -point.rho,
+        -point.k_rho,
+        preconditioner=preconditioner,
+        rtol=rtol,
+    )
+    delta, k_delta = solution.value, solution.k_value
+    t = jnp.ones((), delta.dtype)
+    if damped:
+        t = _line_search(problem, point, delta, k_delta)
+    new = inspect(op, problem, point.state.moved(t * delta, t * k_delta), diagonal)
+    report = StepReport(
+        iterations=solution.iterations,
+        products=solution.products + 1,
+        residual=solution.residual,
+        converged=solution.converged,
+        step_size=t,
+        min_curvature=factor.min_curvature,
+    )
+    return new, report
+
+
+@eqx.filter_jit
+def influence_step(
+    op: AbstractKernelOperator,
+    problem: Problem,
+    state: State,
+    diagonal: Float[Array, "n c"],
+    solver: AbstractDualSolver,
+    preconditioner: AbstractPreconditioner,
+    rtol: Float[Array, ""],
+) -> tuple[Point, StepReport]:
+    """`inspect` and an undamped `newton_step` in one compiled program: the influence function."""
+    start = inspect(op, problem, state, diagonal)
+    return newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damped=False)
+
+
+def _line_search(
+    problem: Problem, point: Point, delta: Float[Array, "n c"], k_delta: Float[Array, "n c"]
+) -> Float[Array, ""]:
+    """Backtracking on `L_w` along the step: only `(n, c)` work, no product with `K`."""
+    start = problem.value(point.state)
+    slope = jnp.sum(point.rho * k_delta)
+    slack = 10 * jnp.finfo(delta.dtype).eps * jnp.abs(start)
+
+    def too_high(carry: tuple[Array, Array]) -> Array:
+        t, halvings = carry
+        value = problem.value(point.state.moved(t * delta, t * k_delta))
+        enough = value <= start + ARMIJO * t * slope + slack
+        return ~enough & (halvings < MAX_HALVINGS)
+
+    def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        return carry[0] / 2, carry[1] + 1
+
+    return jax.lax.while_loop(too_high, halve, (jnp.ones((), delta.dtype), jnp.asarray(0)))[0]
+
+
+class Stats(NamedTuple):
+    """How an answer was reached: steps, products with `K`, convergence, time, solver and why."""
+
+    steps: int
+    iterations: int
+    products: int
+    converged: bool
+    residual: float
+    seconds: float
+    solver: str
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+class Tolerances(NamedTuple):
+    """When the loop stops: `distance` bounds `‖θ − θ*‖`, `relative` that over `‖θ − θ₀‖`."""
+
+    distance: float | None
+    relative: float | None
+    max_steps: int
+
+    def met(self, certificate: Certificate) -> bool:
+        bounds = (certificate.distance_bound, certificate.relative_bound)
+        limits = (self.distance, self.relative)
+        return any(
+            lim is not None and float(b) <= lim for b, lim in zip(bounds, limits, strict=True)
+        )
+
+    def floor(self, certificate: Certificate) -> bool:
+        """Whether rounding, not the step, now decides the gradient."""
+        return float(certificate.gradient_norm) <= float(certificate.rounding)
+
+
+class NotConverged(RuntimeError):
+    """A solve or a fit did not reach its tolerance. The message says how far it came."""
+
+
+def check_report(report: StepReport, point: Point, what: str) -> None:
+    """Raise on NaN or on a loss that is not convex. Waits for the step."""
+    eps = float(jnp.finfo(point.rho.dtype).eps)
+    if float(report.min_curvature) < -CURVATURE_SLACK * eps:
+        raise ValueError(
+            f"{what}: the loss has negative curvature (smallest Hessian eigenvalue "
+            f"{float(report.min_curvature):.3g} of the largest). It must be convex in the outputs."
+        )
+    if not bool(jnp.isfinite(point.certificate.gradient_norm)):
+        raise FloatingPointError(
+            f"{what}: the step is not finite. The kernel may be indefinite or the ridge below the "
+            "kernel's rounding; try a larger ridge or float64."
+        )
+
+
+def minimise(
+    op: AbstractKernelOperator,
+    problem: Problem,
+    point: Point,
+    diagonal: Float[Array, "n c"],
+    *,
+    solver: AbstractDualSolver,
+    preconditioner: AbstractPreconditioner,
+    rtol: float,
+    tolerances: Tolerances,
+    what: str,
+    progress: bool | ProgressFn,
+) -> tuple[Point, dict[str, Any]]:
+    """Damped Newton from `point` until a tolerance on the certificate or `max_steps`.
+
+    Early steps solve loosely, later ones to `rtol`: the inner tolerance follows the gradient down.
+    Stops as well when the gradient no longer falls, i.e. at the floor that rounding sets.
+    """
+    first = float(point.certificate.gradient_norm)
+    best, best_norm, stalled = point, first, 0
+    steps = iterations = 0
+    products = 1
+    residual, inner = 0.0, True
+    dtype = point.rho.dtype
+    with Ticker(tolerances.max_steps, what, progress) as ticker:
+        while steps < tolerances.max_steps and stalled < STALLED_STEPS:
+            if tolerances.met(best.certificate) or tolerances.floor(best.certificate):
+                break
+            loose = 0.1 * min(1.0, float(point.certificate.gradient_norm) / max(first, 1e-300))
+            step_rtol = jnp.asarray(max(rtol, loose), dtype)
+            point, report = newton_step(
+                op, problem, point, diagonal, solver, preconditioner, step_rtol, True
+            )
+            check_report(report, point, what)
+            steps, iterations = steps + 1, iterations + int(report.iterations)
+            products += int(report.products)
+            residual, inner = float(report.residual), inner and bool(report.converged)
+            norm = float(point.certificate.gradient_norm)
+            slow = norm > 0.9 * best_norm and float(report.step_size) == 1
+            stalled = stalled + 1 if slow else 0
+            if norm <= best_norm:
+                best, best_norm = point, norm
+            ticker.tick()
+    return best, {
+        "steps": steps,
+        "iterations": iterations,
+        "products": products,
+        "residual": residual,
+        "converged": tolerances.met(best.certificate),
+        "at_floor": tolerances.floor(best.certificate),
+        "inner_converged": inner,
+    }
+
+
+class Clock:
+    """Wall time until a result is ready."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self, result: Any) -> float:
+        jax.block_until_ready(result)
+        return time.perf_counter() - self._start

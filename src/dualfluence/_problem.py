@@ -1,0 +1,116 @@
+r"""The one objective, its stationarity and its certificate. Everything else builds on this file.
+
+$$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad
+  \theta = \theta_0 + J^\top\alpha,\quad f = f_0 + K\alpha,\quad
+  \nabla L_w = J^\top\rho,\quad \rho = g + \lambda\alpha .$$
+"""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .losses import AbstractFactor, AbstractLoss
+
+ROUNDING_FACTOR = 4.0
+"""Safety factor on the first-order, root-sum-square estimate of rounding."""
+
+
+class State(eqx.Module):
+    """Dual variables and their product with `K`, which is all that outputs and norms need."""
+
+    alpha: Float[Array, "n c"]
+    k_alpha: Float[Array, "n c"]
+
+    def moved(self, delta: Float[Array, "n c"], k_delta: Float[Array, "n c"]) -> "State":
+        return State(self.alpha + delta, self.k_alpha + k_delta)
+
+
+class Problem(eqx.Module):
+    """A weighted training set seen through a kernel: `f = offset + Kα`."""
+
+    loss: AbstractLoss
+    targets: Array
+    weights: Float[Array, " n"]
+    ridge: Float[Array, ""]
+    offset: Float[Array, "n c"]
+
+    def outputs(self, state: State) -> Float[Array, "n c"]:
+        return self.offset + state.k_alpha
+
+    def value(self, state: State) -> Float[Array, ""]:
+        """`L_w`, with `‖θ − θ₀‖² = αᵀKα`."""
+        losses = self.loss.value(self.outputs(state), self.targets)
+        ridge_term = 0.5 * self.ridge * jnp.sum(state.alpha * state.k_alpha)
+        return jnp.sum(self.weights * losses) + ridge_term
+
+    def loss_grad(self, state: State) -> Float[Array, "n c"]:
+        """`g_i = w_i ∇ℓ_i`."""
+        return self.weights[:, None] * self.loss.grad(self.outputs(state), self.targets)
+
+    def residual(self, state: State) -> Float[Array, "n c"]:
+        """`ρ = g + λα`, zero at the optimum."""
+        return self.loss_grad(state) + self.ridge * state.alpha
+
+    def factor(self, state: State) -> AbstractFactor:
+        """`R` with `RRᵀ = W`."""
+        return self.loss.hess_factor(self.outputs(state), self.targets, self.weights)
+
+
+class Certificate(eqx.Module):
+    r"""How far an answer can be from exact retraining.
+
+    `L_w` is λ-strongly convex, so $\|\theta-\theta^\star\| \le \|\nabla L_w(\theta)\|/\lambda$ with
+    $\|\nabla L_w\| = \sqrt{\rho^\top K\rho}$. The bound speaks of the linearised objective with the
+    kernel in use. `rounding` is a first-order estimate (not a proof) of what floating point adds
+    to the gradient; it is part of the bound, so the bound has a floor.
+    """
+
+    gradient_norm: Float[Array, ""]
+    rounding: Float[Array, ""]
+    parameter_norm: Float[Array, ""]
+    ridge: Float[Array, ""]
+
+    @property
+    def distance_bound(self) -> Float[Array, ""]:
+        """Upper bound on `‖θ − θ_retrained‖`."""
+        return (self.gradient_norm + self.rounding) / self.ridge
+
+    @property
+    def relative_bound(self) -> Float[Array, ""]:
+        """`distance_bound` over `‖θ − θ₀‖`."""
+        return self.distance_bound / jnp.maximum(self.parameter_norm, _tiny(self.parameter_norm))
+
+
+def certify(
+    problem: Problem,
+    state: State,
+    rho: Float[Array, "n c"],
+    k_rho: Float[Array, "n c"],
+    kernel_diagonal: Float[Array, "n c"],
+) -> Certificate:
+    """The certificate at `state` from its residual `ρ` and `Kρ`."""
+    return Certificate(
+        gradient_norm=_root(jnp.sum(rho * k_rho)),
+        rounding=_rounding(problem, state, kernel_diagonal),
+        parameter_norm=_root(jnp.sum(state.alpha * state.k_alpha)),
+        ridge=problem.ridge,
+    )
+
+
+def _rounding(problem: Problem, state: State, diagonal: Float[Array, "n c"]) -> Array:
+    """Rounding of `f = offset + Kα` and of `g + λα`, carried to `‖Jᵀδρ‖`, errors independent."""
+    eps = jnp.finfo(state.alpha.dtype).eps
+    diagonal = jnp.maximum(diagonal, 0)
+    reach = jnp.sqrt(jnp.sum(diagonal * state.alpha**2))
+    delta_f = jnp.abs(problem.outputs(state)) + jnp.sqrt(diagonal) * reach
+    size = jnp.abs(problem.loss_grad(state)) + problem.ridge * jnp.abs(state.alpha)
+    delta_rho = problem.factor(state).hess_diagonal() * delta_f + size
+    return ROUNDING_FACTOR * eps * jnp.sqrt(jnp.sum(diagonal * delta_rho**2))
+
+
+def _root(square: Array) -> Array:
+    return jnp.sqrt(jnp.maximum(square, 0))
+
+
+def _tiny(value: Array) -> float:
+    return float(jnp.finfo(value.dtype).tiny)

@@ -1,0 +1,107 @@
+"""Reading a model out of its dual variables: parameters, predictions, changes."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ._checks import check_finite
+from ._edits import TrainingSet
+from ._linearize import Linearized
+from ._models import AbstractSource, NetworkSource, pull_back
+from ._problem import State
+
+
+class Reference(eqx.Module):
+    """Parameters and dual variables of a network trained by the user; `θ = θ_ref + Jᵀ(α − α_ref)`."""
+
+    params: PyTree
+    alpha: Float[Array, "n c"]
+    linearised: bool = eqx.field(static=True)
+
+
+class DualModel(eqx.Module):
+    """A model as dual variables over training points. What fits and updates have in common."""
+
+    source: AbstractSource
+    data: TrainingSet
+    state: State
+    reference: Reference | None
+
+    @property
+    def x(self) -> Array:
+        """Training features, one row per point; rows of removed points stay."""
+        return self.data.x
+
+    @property
+    def alpha(self) -> Float[Array, "n c"]:
+        """Dual variables, one row per training point."""
+        return self.state.alpha
+
+    @property
+    def network(self) -> Linearized:
+        """The linearised network, or an error for a kernel without parameters."""
+        if not isinstance(self.source, NetworkSource):
+            raise TypeError(
+                "params: this model is a kernel without parameters (infinitely wide, or your own "
+                "kernel). Read out predictions instead, or use linearize for a finite network."
+            )
+        return self.source.model
+
+    def moved_alpha(self) -> Float[Array, "n c"]:
+        """`α`, or `α − α_ref` for a network trained by the user."""
+        if self.reference is None:
+            return self.alpha
+        missing = self.alpha.shape[0] - self.reference.alpha.shape[0]
+        return self.alpha - jnp.pad(self.reference.alpha, ((0, missing), (0, 0)))
+
+    def params(self) -> PyTree:
+        """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
+        network = self.network
+        base = network.params if self.reference is None else self.reference.params
+        theta, frozen = network.split(base)
+        step = pull_back(network, self.x, self.moved_alpha())
+        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+
+    def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
+        """Outputs at query points.
+
+        **Arguments:**
+
+        - `xq`: queries, like the training features.
+        - `linearised`: `False` evaluates the network itself at `params()` instead.
+        """
+        xq = self.check_queries(xq)
+        if not linearised:
+            return apply_network(self.network, self.params(), xq)
+        move = self.source.cross_mv(xq, self.x, self.moved_alpha())
+        if self.reference is not None:
+            return move + reference_outputs(self.network, self.reference, xq)
+        base = self.source.base_outputs(xq, move.shape[1])
+        return move if base is None else move + base
+
+    def check_queries(self, xq: Any) -> Array:
+        """Queries as an array with the trailing shape and dtype of the training features."""
+        array = jnp.asarray(xq)
+        if array.ndim == 0 or array.shape[1:] != self.x.shape[1:]:
+            want = ", ".join(("q", *map(str, self.x.shape[1:])))
+            raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
+        check_finite("queries", array)
+        return array.astype(self.x.dtype)
+
+
+@eqx.filter_jit
+def apply_network(model: Linearized, params: PyTree, x: Array) -> Array:
+    """The network itself at `params`, compiled once per shape."""
+    return model(params, x)
+
+
+@eqx.filter_jit
+def reference_outputs(model: Linearized, reference: Reference, x: Array) -> Array:
+    """Outputs of the trained network, or of its linearisation if that is what was trained."""
+    if not reference.linearised:
+        return model(reference.params, x)
+    theta, theta_0 = model.split(reference.params)[0], model.split(model.params)[0]
+    return model.base_outputs(x) + model.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))

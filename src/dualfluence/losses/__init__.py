@@ -1,0 +1,9 @@
+from ._base import AbstractLoss as AbstractLoss
+from ._convex import Convex as Convex
+from ._factors import AbstractFactor as AbstractFactor
+from ._factors import BlockFactor as BlockFactor
+from ._factors import DiagonalFactor as DiagonalFactor
+from ._factors import SoftmaxFactor as SoftmaxFactor
+from ._losses import Logistic as Logistic
+from ._losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
+from ._losses import SquaredError as SquaredError

@@ -1,0 +1,102 @@
+"""The losses with closed forms: squared error, softmax cross-entropy, logistic."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._checks import check_finite
+from ._base import AbstractLoss, numeric_targets
+from ._factors import DiagonalFactor, SoftmaxFactor
+
+PROBABILITY_SLACK = 1e-3
+"""How far rows of probability targets may be from summing to one (they are often float16 data)."""
+
+
+class SquaredError(AbstractLoss):
+    """`½‖f − y‖²`. One dual step is exact retraining."""
+
+    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+        return numeric_targets("SquaredError", targets, num_outputs, dtype)
+
+    def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
+        return 0.5 * jnp.sum((outputs - targets) ** 2, axis=1)
+
+    def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
+        return outputs - targets
+
+    def hess_factor(
+        self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
+    ) -> DiagonalFactor:
+        return DiagonalFactor(jnp.sqrt(weights).reshape(-1, 1))
+
+
+class SoftmaxCrossEntropy(AbstractLoss):
+    """`logsumexp(f) − y·f`, targets as class indices `(n,)` or probabilities `(n, c)`."""
+
+    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+        array = jnp.asarray(targets)
+        if array.ndim == 1:
+            return _one_hot(array, num_outputs, dtype)
+        probs = numeric_targets("SoftmaxCrossEntropy", array, num_outputs, dtype)
+        off = float(jnp.max(jnp.abs(jnp.sum(probs, axis=1) - 1))) if probs.size else 0.0
+        if off > PROBABILITY_SLACK or float(jnp.min(probs, initial=0.0)) < 0:
+            raise ValueError(
+                "SoftmaxCrossEntropy: rows of probability targets must be non-negative and sum to "
+                f"one, got a row that is off by {off:.3g}. For class indices give integers (n,)."
+            )
+        return probs
+
+    def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
+        return jax.nn.logsumexp(outputs, axis=1) - jnp.sum(targets * outputs, axis=1)
+
+    def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
+        return jax.nn.softmax(outputs, axis=1) - targets
+
+    def hess_factor(
+        self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
+    ) -> SoftmaxFactor:
+        root_probs = jnp.exp(0.5 * jax.nn.log_softmax(outputs, axis=1))
+        return SoftmaxFactor(jnp.sqrt(weights).reshape(-1, 1), root_probs)
+
+
+class Logistic(AbstractLoss):
+    """`log(1 + eᶠ) − y f`, summed over outputs; targets in [0, 1], one per output."""
+
+    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+        array = numeric_targets("Logistic", targets, num_outputs, dtype)
+        if bool(((array < 0) | (array > 1)).any()):
+            raise ValueError(
+                "Logistic: targets must lie in [0, 1], got values from "
+                f"{float(array.min()):.3g} to {float(array.max()):.3g}. Map labels -1/+1 by (y+1)/2."
+            )
+        return array
+
+    def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
+        return jnp.sum(jax.nn.softplus(outputs) - targets * outputs, axis=1)
+
+    def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
+        return jax.nn.sigmoid(outputs) - targets
+
+    def hess_factor(
+        self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
+    ) -> DiagonalFactor:
+        log_curvature = jax.nn.log_sigmoid(outputs) + jax.nn.log_sigmoid(-outputs)
+        return DiagonalFactor(jnp.sqrt(weights).reshape(-1, 1) * jnp.exp(0.5 * log_curvature))
+
+
+def _one_hot(labels: Array, num_outputs: int | None, dtype: Any) -> Array:
+    check_finite("SoftmaxCrossEntropy targets", labels)
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise TypeError(
+            f"SoftmaxCrossEntropy: class indices must be integers, got dtype {labels.dtype}. "
+            "For probabilities give an array of shape (n, c)."
+        )
+    low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
+    classes = high + 1 if num_outputs is None else num_outputs
+    if low < 0 or high >= classes:
+        raise ValueError(
+            f"SoftmaxCrossEntropy: labels must be in [0, {classes}), got {low if low < 0 else high}."
+        )
+    return jax.nn.one_hot(labels, classes, dtype=dtype)

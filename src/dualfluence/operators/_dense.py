@@ -1,0 +1,85 @@
+"""Dense `K` and Kronecker `Σ ⊗ I`."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ._base import HIGHEST, AbstractKernelOperator
+
+
+class DenseOperator(AbstractKernelOperator):
+    """`K` held as an `(n·c, n·c)` array, point-major. One product reads it once."""
+
+    matrix: Float[Array, "nc nc"]
+    c: int = eqx.field(static=True)
+    precision: jax.lax.Precision = eqx.field(static=True, default=HIGHEST)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.c
+
+    @property
+    def num_points(self) -> int:
+        return self.matrix.shape[0] // self.c
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.size * self.matrix.dtype.itemsize
+
+    @property
+    def dtype(self) -> Any:
+        return self.matrix.dtype
+
+    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return jnp.dot(self.matrix, v.reshape(-1), precision=self.precision).reshape(v.shape)
+
+    def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
+        flat = v.reshape(-1, v.shape[2])
+        return jnp.dot(self.matrix, flat, precision=self.precision).reshape(v.shape)
+
+    def diagonal(self) -> Float[Array, "n c"]:
+        return jnp.diagonal(self.matrix).reshape(-1, self.c)
+
+    def dense(self) -> Float[Array, "nc nc"]:
+        return self.matrix
+
+
+class KroneckerOperator(AbstractKernelOperator):
+    """`Σ ⊗ I_c` with `Σ` of shape `(n, n)`: every output has the same kernel, no cross terms."""
+
+    matrix: Float[Array, "n n"]
+    c: int = eqx.field(static=True)
+    precision: jax.lax.Precision = eqx.field(static=True, default=HIGHEST)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.c
+
+    @property
+    def num_points(self) -> int:
+        return self.matrix.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.size * self.matrix.dtype.itemsize
+
+    @property
+    def dtype(self) -> Any:
+        return self.matrix.dtype
+
+    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return jnp.dot(self.matrix, v, precision=self.precision)
+
+    def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
+        flat = v.reshape(v.shape[0], -1)
+        return jnp.dot(self.matrix, flat, precision=self.precision).reshape(v.shape)
+
+    def diagonal(self) -> Float[Array, "n c"]:
+        column = jnp.diagonal(self.matrix).reshape(-1, 1)
+        return jnp.broadcast_to(column, (self.num_points, self.c))
+
+    def dense(self) -> Float[Array, "nc nc"]:
+        return jnp.kron(self.matrix, jnp.eye(self.c, dtype=self.matrix.dtype))

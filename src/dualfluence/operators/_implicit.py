@@ -1,0 +1,88 @@
+"""`K` without its entries: matrix-free `J(Jᵀv)` and low rank `ΦΦᵀ`."""
+
+from typing import TYPE_CHECKING, Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Shaped
+
+from ._base import HIGHEST, AbstractKernelOperator
+
+if TYPE_CHECKING:
+    from .._linearize import Linearized
+
+
+class MatrixFreeOperator(AbstractKernelOperator):
+    """`v ↦ J(Jᵀv)` by batched vjp, then jvp. Memory of one parameter vector and one batch."""
+
+    model: "Linearized"
+    x: Shaped[Array, "n ..."]
+    c: int = eqx.field(static=True)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.c
+
+    @property
+    def num_points(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return 0
+
+    @property
+    def dtype(self) -> Any:
+        return self.model.dtype
+
+    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return self.model.jvp(self.x, self.model.vjp(self.x, v))
+
+    def diagonal(self) -> Float[Array, "n c"]:
+        return self.model.kernel_diagonal(self.x)
+
+    def dense(self) -> Float[Array, "nc nc"]:
+        kernel = self.model.kernel(self.x)
+        return kernel.reshape(self.num_points * self.num_outputs, -1)
+
+
+class LowRankOperator(AbstractKernelOperator):
+    """`ΦΦᵀ` with features `Φ` of shape `(n, c, r)`: exact for `r` features, cheap for small `r`."""
+
+    features: Float[Array, "n c r"]
+
+    @property
+    def num_outputs(self) -> int:
+        return self.features.shape[1]
+
+    @property
+    def num_points(self) -> int:
+        return self.features.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.features.size * self.features.dtype.itemsize
+
+    @property
+    def dtype(self) -> Any:
+        return self.features.dtype
+
+    def _flat(self) -> Float[Array, "nc r"]:
+        return self.features.reshape(-1, self.features.shape[2])
+
+    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        phi = self._flat()
+        inner = jnp.dot(phi.T, v.reshape(-1), precision=HIGHEST)
+        return jnp.dot(phi, inner, precision=HIGHEST).reshape(v.shape)
+
+    def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
+        phi = self._flat()
+        inner = jnp.dot(phi.T, v.reshape(-1, v.shape[2]), precision=HIGHEST)
+        return jnp.dot(phi, inner, precision=HIGHEST).reshape(v.shape)
+
+    def diagonal(self) -> Float[Array, "n c"]:
+        return jnp.sum(self.features**2, axis=2)
+
+    def dense(self) -> Float[Array, "nc nc"]:
+        phi = self._flat()
+        return jnp.dot(phi, phi.T, precision=HIGHEST)

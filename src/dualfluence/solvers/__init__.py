@@ -1,0 +1,12 @@
+from ._auto import Auto as Auto
+from ._auto import Choice as Choice
+from ._auto import resolve as resolve
+from ._base import AbstractDualSolver as AbstractDualSolver
+from ._base import Solution as Solution
+from ._cg import CG as CG
+from ._cg import conjugate_gradients as conjugate_gradients
+from ._cholesky import Cholesky as Cholesky
+from ._preconditioner import AbstractPreconditioner as AbstractPreconditioner
+from ._preconditioner import NoPreconditioner as NoPreconditioner
+from ._preconditioner import SpectralPreconditioner as SpectralPreconditioner
+from ._preconditioner import spectral_preconditioner as spectral_preconditioner

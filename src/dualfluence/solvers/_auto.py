@@ -1,0 +1,43 @@
+"""Which solver, and why."""
+
+from typing import NamedTuple
+
+import equinox as eqx
+
+from ..operators import AbstractKernelOperator, KroneckerOperator, LowRankOperator
+from ._base import AbstractDualSolver
+from ._cg import CG
+from ._cholesky import Cholesky
+
+DIRECT_SIZE = 1024
+"""Up to this size of the factorised matrix a direct solve is both exact and quick."""
+
+
+class Choice(NamedTuple):
+    """A solver and the reason for it, in words."""
+
+    solver: AbstractDualSolver
+    reason: str
+
+
+class Auto(eqx.Module):
+    """Takes a direct solve where the factorised matrix is small, preconditioned CG elsewhere."""
+
+    direct_size: int = eqx.field(static=True, default=DIRECT_SIZE)
+
+    def choose(self, op: AbstractKernelOperator) -> Choice:
+        """The solver for this operator."""
+        n, c = op.num_points, op.num_outputs
+        if isinstance(op, LowRankOperator):
+            return Choice(Cholesky(), f"low rank {op.features.shape[2]}: Woodbury on that side")
+        size, what = (n, "n") if isinstance(op, KroneckerOperator) else (n * c, "n·c")
+        if size <= self.direct_size:
+            return Choice(Cholesky(), f"{what} = {size} ≤ {self.direct_size}: direct and exact")
+        return Choice(CG(), f"{what} = {size} > {self.direct_size}: one read of K per iteration")
+
+
+def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> Choice:
+    """`Auto` resolved, anything else as asked."""
+    if isinstance(solver, Auto):
+        return solver.choose(op)
+    return Choice(solver, "asked for")
