@@ -1,0 +1,9 @@
+"""Kernels of finite networks: the exact empirical NTK of any JAX function."""
+
+from ._empirical import EmpiricalKernel as EmpiricalKernel
+from ._empirical import empirical_kernel as empirical_kernel
+from ._empirical import kernel_block as kernel_block
+from ._empirical import kernel_report as kernel_report
+from ._empirical import traced_kernel as traced_kernel
+from ._report import KernelReport as KernelReport
+from ._report import LeafReport as LeafReport

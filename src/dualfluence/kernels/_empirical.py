@@ -1,0 +1,161 @@
+"""The exact empirical NTK of any JAX function, in tiles."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+from jaxtyping import Array
+
+from .._progress import ProgressFn
+from .._tiles import fill_kernel
+from ._plan import Method
+from ._prepare import as_inputs, num_points, prepare
+from ._report import KernelReport
+from ._schedule import FeatureStore, choose_tiles, default_tile_bytes
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@dataclass(frozen=True)
+class EmpiricalKernel:
+    """`value`, the kernel, `(n1, c, n2, c)`, and `report`, the rule used for every parameter."""
+
+    value: Any
+    report: KernelReport
+
+
+def empirical_kernel(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x1: Any,
+    x2: Any | None = None,
+    *,
+    trainable: Any = None,
+    method: Method = "auto",
+    tile_bytes: int | None = None,
+    precision: Any = HIGHEST,
+    out: Literal["device", "host"] = "device",
+    progress: bool | ProgressFn = True,
+) -> EmpiricalKernel:
+    r"""The exact empirical NTK of `apply_fn` at `params`.
+
+    $$K_{ia,jb} = \Big\langle \frac{\partial f_a(x_i)}{\partial\theta},
+    \frac{\partial f_b(x_j)}{\partial\theta} \Big\rangle$$
+
+    Works on any function that JAX differentiates. The backward pass is traced and cut one step
+    before each parameter's gradient, which there is a product $A \otimes G$; then
+    $\langle A_i\otimes G_{ia}, A_j\otimes G_{jb}\rangle = (A_i\cdot A_j)(G_{ia}\cdot G_{jb})$ takes
+    two small products instead of a Jacobian. Parameters without such a product (inside a scan,
+    used nonlinearly) have their own Jacobian formed whole; `report` names them. Both are exact.
+    Memory is `tile_bytes` plus the result. Half-precision parameters and inputs are computed with
+    in float32. `apply_fn` is read once per input shape, as by `jax.jit`.
+
+    **Arguments:**
+
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`, each point's outputs independent of the others.
+    - `params`: any pytree. Integer and non-array leaves are held fixed.
+    - `x1`, `x2`: inputs, points on axis 0; `x2=None` is `x1` again, at about half the work.
+    - `trainable`: the leaves to differentiate: a function of a leaf's path, such as
+      `lambda path: path.startswith("head/")`, or a pytree (or prefix) of bools.
+    - `method`: `"auto"`, per parameter the cheaper form; `"structured"`, factors wherever there
+      are any; `"jacobian"`, never.
+    - `tile_bytes`: working memory; by default 256 MiB, on an accelerator an eighth of what is free.
+    - `precision`: of matrix products; `HIGHEST` is true float32 on every device.
+    - `out`: `"device"` or `"host"` (a NumPy array, for kernels larger than device memory).
+    - `progress`: `True`, `False`, or a function called as `progress(done, total, label)`.
+
+    **Returns:** `EmpiricalKernel` with `value`, shape `(n1, c, n2, c)`, and `report`.
+    """
+    options = {"trainable": trainable, "method": method, "precision": precision}
+    run = {"tile_bytes": tile_bytes, "out": out, "progress": progress}
+    return _kernel(apply_fn, params, x1, x2, options, run, traced=False)
+
+
+def traced_kernel(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x1: Any,
+    x2: Any | None = None,
+    *,
+    trainable: Any = None,
+    method: Method = "auto",
+    tile_bytes: int | None = None,
+    precision: Any = HIGHEST,
+    out: Literal["device", "host"] = "device",
+    progress: bool | ProgressFn = True,
+) -> Any:
+    r"""The mean over outputs $\Sigma_{ij} = \frac1c \sum_a K_{ia,ja}$ of the empirical NTK.
+
+    $\Sigma \otimes I_c$ is the nearest kernel of that form to $K$ (in the Frobenius norm), exact in
+    the limit of infinite width. The products cost a factor $c$ less than the whole kernel's, the
+    result $c^2$ less memory. Arguments as for `empirical_kernel`.
+
+    **Returns:** the traced kernel, shape `(n1, n2)`.
+    """
+    options = {"trainable": trainable, "method": method, "precision": precision}
+    run = {"tile_bytes": tile_bytes, "out": out, "progress": progress}
+    return _kernel(apply_fn, params, x1, x2, options, run, traced=True).value
+
+
+def kernel_block(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x1: Any,
+    x2: Any,
+    *,
+    trainable: Any = None,
+    method: Method = "auto",
+    precision: Any = HIGHEST,
+) -> Array:
+    """One block of the empirical NTK as a pure function, for use inside `jax.jit`.
+
+    The mathematics of `empirical_kernel` without tiles, progress or checks of values: memory grows
+    with the block, and a non-finite derivative comes back as such.
+
+    **Returns:** the block, shape `(n1, c, n2, c)`.
+    """
+    x1, x2 = as_inputs(x1, x2)
+    prepared, leaves, rest = prepare(apply_fn, params, x1, trainable, method, precision)
+    f1 = prepared.features(leaves, rest, x1, num_points(x1))
+    f2 = prepared.features(leaves, rest, x2, num_points(x2))
+    return prepared.tile(f1, f2, traced=False)
+
+
+def kernel_report(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x: Any,
+    *,
+    trainable: Any = None,
+    method: Method = "auto",
+) -> KernelReport:
+    """How every parameter of `apply_fn` enters its kernel; `print` it.
+
+    Nothing is computed but shapes: `params` and `x` may be `jax.ShapeDtypeStruct`s.
+    """
+    x, _ = as_inputs(x, None)
+    return prepare(apply_fn, params, x, trainable, method, HIGHEST)[0].report
+
+
+def _kernel(
+    apply_fn: Any, params: Any, x1: Any, x2: Any, options: Any, run: Any, *, traced: bool
+) -> EmpiricalKernel:
+    x1, x2 = as_inputs(x1, x2)
+    prepared, leaves, rest = prepare(apply_fn, params, x1, **options)
+    budget = run["tile_bytes"] or default_tile_bytes()
+    sizes = (num_points(x1), None if x2 is None else num_points(x2))
+    tiles = choose_tiles(prepared, *sizes, budget=budget, traced=traced)
+    store = FeatureStore(prepared, leaves, rest, x1, x2, tiles, traced=traced)
+    value = fill_kernel(
+        store.block,
+        store.index1,
+        store.index2,
+        tail=() if traced else (prepared.plan.num_outputs,),
+        dtype=prepared.plan.dtype,
+        tile=tiles.shape,
+        out=run["out"],
+        progress=run["progress"],
+    )
+    store.check_finite()
+    return EmpiricalKernel(value, prepared.report)

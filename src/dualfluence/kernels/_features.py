@@ -1,0 +1,105 @@
+"""Evaluate a plan: the features of a batch of points, and what they cost in memory."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ._factors import Env, scale_product
+from ._gram import Features, Pair
+from ._plan import Group, Plan
+
+SMALL_ROW = 65536
+"""Whole gradients up to this many entries are joined, so that one product serves them all."""
+
+
+def point_features(plan: Plan, leaves: Any, rest: Any, x: Any) -> tuple[Any, Any, Any]:
+    """Factors, whole gradients and outputs of one point, for every output's cotangent."""
+    inputs = jax.tree.leaves((leaves, rest, x))
+
+    def for_output(cotangent: Any) -> tuple[Any, Any, Any, Any]:
+        env = plan.program.evaluate(plan.ops, [*inputs, cotangent])
+        pairs = [_group_pair(plan, group, env) for group in plan.groups]
+        lefts = tuple(left for left, _ in pairs)
+        rights = tuple(right for _, right in pairs)
+        return lefts, rights, _rows(plan, env), env[plan.program.outputs[0]]
+
+    out_dtype = plan.program.avals[plan.program.inputs[-1]].dtype
+    one_hots = jnp.eye(plan.num_outputs, dtype=out_dtype)
+    axes = (None, 0, 0, None)
+    lefts, rights, rows, outputs = jax.vmap(for_output, out_axes=axes)(one_hots)
+    return tuple(map(Pair, lefts, rights)), rows, outputs
+
+
+def make_features(plan: Plan, leaves: Any, rest: Any, x: Any, *, chunk: int) -> Features:
+    """`Features` of the points on axis 0 of `x`, at most `chunk` of them in flight."""
+    n = jax.tree.leaves(x)[0].shape[0]
+
+    def point(x: Any) -> tuple[Any, Any, Any]:
+        return point_features(plan, leaves, rest, x)
+
+    if chunk >= n:
+        pairs, rows, outputs = jax.vmap(point)(x)
+    else:
+        pairs, rows, outputs = jax.lax.map(point, x, batch_size=chunk)
+    finite = [_finite(outputs), jnp.ones((n,), bool)]
+    for array in jax.tree.leaves((pairs, rows)):
+        finite[1] &= _finite(array)
+    return Features(pairs, rows, jnp.stack(finite, axis=1))
+
+
+def _finite(x: Any) -> Any:
+    return jnp.all(jnp.isfinite(jnp.reshape(x, (x.shape[0], -1))), axis=1)
+
+
+def _group_pair(plan: Plan, group: Group, env: Env) -> tuple[Any, Any]:
+    pairs = [factor.pair(env) for factor in group.factors]
+    lefts = [left for left, _ in pairs]
+    for scalars, sign in group.scales:
+        lefts.append(scale_product(env, scalars, sign, plan.dtype).reshape(1, 1, 1))
+    if len(lefts) == 1 and jnp.issubdtype(lefts[0].dtype, jnp.integer):
+        left = lefts[0]
+    else:
+        left = jnp.concatenate([a.astype(plan.dtype) for a in lefts], axis=-1)
+    return left, pairs[0][1].astype(plan.dtype)
+
+
+def _rows(plan: Plan, env: Env) -> tuple[Any, ...]:
+    """Whole gradients for one cotangent, flat; the small ones joined into one."""
+    flat = []
+    for leaf in plan.leaves:
+        if leaf.form == "row":
+            flat.append(jnp.reshape(env[leaf.slot], (-1,)).astype(plan.dtype))
+        elif leaf.form == "patches" and leaf.factor is not None:
+            left, right = leaf.factor.pair(env)
+            whole = jnp.einsum("bsm,bsn->bmn", left, right, precision=plan.precision)
+            flat.append(jnp.reshape(whole, (-1,)).astype(plan.dtype))
+    small = [row for row in flat if row.size <= SMALL_ROW]
+    large = [row for row in flat if row.size > SMALL_ROW]
+    return (*large, jnp.concatenate(small)) if small else tuple(large)
+
+
+def feature_bytes(plan: Plan, leaves: Any, rest: Any, x: Any) -> int:
+    """Bytes of one point's features."""
+    pairs, rows, _ = jax.eval_shape(lambda *args: point_features(plan, *args), leaves, rest, x)
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((pairs, rows)))
+
+
+def workspace_bytes(plan: Plan) -> int:
+    """Bytes that one point's backward pass holds at its fullest, slot by slot in program order."""
+    program = plan.program
+    varies = program.dependents(program.inputs[plan.first_input :])
+    last_use = {slot: k for k, op in enumerate(plan.ops) for slot in op.ins}
+    live = peak = 0
+
+    def size(slot: int) -> int:
+        if slot not in varies:
+            return 0
+        times = plan.num_outputs if slot in plan.reached else 1
+        return program.size(slot) * times * getattr(program.avals[slot].dtype, "itemsize", 8)
+
+    for k, op in enumerate(plan.ops):
+        live += sum(size(slot) for slot in op.outs)
+        peak = max(peak, live)
+        live -= sum(size(slot) for slot in {*op.ins, *op.outs} if last_use.get(slot, k) == k)
+    return peak

@@ -1,0 +1,99 @@
+"""Split a parameter pytree into the leaves to differentiate and the rest."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where each leaf of a parameter pytree goes.
+
+    - `roles`: per leaf, `"trainable"`, `"fixed"` (an array) or `"static"` (anything else).
+    - `static`: the static leaves, in order.
+    - `paths`: readable name of every leaf.
+    """
+
+    treedef: Any
+    roles: tuple[str, ...]
+    static: tuple[Any, ...]
+    paths: tuple[str, ...]
+
+    def merge(self, leaves: Any, rest: Any) -> Any:
+        """Put the pytree together again."""
+        parts = {"trainable": iter(leaves), "fixed": iter(rest), "static": iter(self.static)}
+        return jax.tree.unflatten(self.treedef, [next(parts[role]) for role in self.roles])
+
+
+def is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], list[Any]]:
+    """Split `params`; returns the split, the trainable leaves and the fixed arrays.
+
+    Integer leaves and leaves that are not arrays are never trainable. Half-precision arrays are
+    carried in float32: their kernel is that of the same values, without the rounding.
+    """
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    paths = tuple(_name(path) for path, _ in flat)
+    chosen = _choose(params, paths, trainable)
+    roles = tuple(_role(leaf, wanted) for (_, leaf), wanted in zip(flat, chosen, strict=True))
+    by_role: dict[str, list[Any]] = {"trainable": [], "fixed": [], "static": []}
+    for (_, leaf), role in zip(flat, roles, strict=True):
+        by_role[role].append(leaf if role == "static" else widen(leaf))
+    if not by_role["trainable"]:
+        raise ValueError(
+            f"empirical kernel: no trainable parameters among {len(flat)} leaves"
+            f" ({', '.join(paths[:8]) or 'none'}). Expected at least one floating-point array that"
+            " `trainable` selects; integer leaves and leaves that are not arrays never count."
+        )
+    for path, leaf, role in zip(paths, [leaf for _, leaf in flat], roles, strict=True):
+        if role == "trainable" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            raise TypeError(
+                f"empirical kernel: parameter {path} is {leaf.dtype}, expected real floating point."
+                " Split it into real and imaginary parts."
+            )
+    split = Split(treedef, roles, tuple(by_role["static"]), paths)
+    return split, by_role["trainable"], by_role["fixed"]
+
+
+def widen(x: Any) -> Any:
+    """Half precision to float32, NumPy to JAX, everything else as it is."""
+    if isinstance(x, np.ndarray | np.generic):
+        x = jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+        return jnp.asarray(x, jnp.float32)
+    return x
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _role(leaf: Any, wanted: bool) -> str:
+    if not is_array(leaf):
+        return "static"
+    return "trainable" if wanted and jnp.issubdtype(leaf.dtype, jnp.inexact) else "fixed"
+
+
+def _choose(params: Any, paths: tuple[str, ...], trainable: Any) -> list[bool]:
+    if trainable is None:
+        return [True] * len(paths)
+    # A pytree of bools may itself be callable (an Equinox module), a predicate is never a pytree.
+    if callable(trainable) and jax.tree_util.all_leaves([trainable]):
+        return [bool(trainable(path)) for path in paths]
+    spread = jax.tree.map(lambda flag, sub: jax.tree.map(lambda _: flag, sub), trainable, params)
+    flags = jax.tree.leaves(spread)
+    wrong = [flag for flag in flags if not isinstance(flag, bool | np.bool_)]
+    if wrong or len(flags) != len(paths):
+        raise TypeError(
+            "empirical kernel: `trainable` must be a function of a leaf's path or a pytree of"
+            f" bools (or a prefix of one), got {wrong[0] if wrong else trainable!r}."
+        )
+    return [bool(flag) for flag in flags]

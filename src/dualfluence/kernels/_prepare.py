@@ -1,0 +1,198 @@
+"""Check a function and its inputs, plan its kernel once, and keep the compiled pieces."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._features import feature_bytes, make_features, workspace_bytes
+from ._gram import Features, contract, take_points
+from ._params import Split, split_params, widen
+from ._plan import Method, Plan
+from ._report import make_report, read_uses
+
+MAX_KEPT = 16
+"""Compiled kernels kept for repeated calls."""
+
+
+class Prepared:
+    """A plan with its compiled features and tiles.
+
+    As under `jax.jit`, arrays that `apply_fn` closes over are read once, when it is first seen.
+    """
+
+    def __init__(self, single: Any, split: Split, shapes: Any, plan: Plan) -> None:
+        leaves, rest, point = shapes
+        self.plan = plan
+        self.report = make_report(plan, split, read_uses(single, leaves, rest, point))
+        self.feature_bytes = feature_bytes(plan, leaves, rest, point)
+        self.workspace_bytes = workspace_bytes(plan)
+        self._features = jax.jit(partial(make_features, plan), static_argnames="chunk")
+        tile = partial(contract, precision=plan.precision)
+        self.tile = jax.jit(tile, static_argnames="traced")
+        self.tile_at = jax.jit(
+            lambda f1, f2, i, j, traced: tile(
+                take_points(f1, i), take_points(f2, j), traced=traced
+            ),
+            static_argnames="traced",
+        )
+
+    def features(self, leaves: Any, rest: Any, x: Any, chunk: int) -> Features:
+        return self._features(leaves, rest, x, chunk=chunk)
+
+
+_KEPT: OrderedDict[Any, Prepared] = OrderedDict()
+
+
+def prepare(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x: Any,
+    trainable: Any,
+    method: Method,
+    precision: Any,
+) -> tuple[Prepared, list[Any], list[Any]]:
+    """Plan the kernel of `apply_fn`, or find the plan of an earlier call with the same shapes.
+
+    **Returns:** the prepared kernel, the trainable leaves and the fixed arrays.
+    """
+    if method not in ("auto", "structured", "jacobian"):
+        raise ValueError(
+            f'empirical kernel: method must be "auto", "structured" or "jacobian", got {method!r}.'
+        )
+    split, leaves, rest = split_params(params, trainable)
+    args = (leaves, rest, x)
+    key = _key(apply_fn, split, args, (method, precision))
+    if key is not None and key in _KEPT:
+        _KEPT.move_to_end(key)
+        return _KEPT[key], leaves, rest
+    prepared = _build(apply_fn, split, args, method, precision)
+    if key is not None:
+        _KEPT[key] = prepared
+        while len(_KEPT) > MAX_KEPT:
+            _KEPT.popitem(last=False)
+    return prepared, leaves, rest
+
+
+def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: Any) -> Prepared:
+    def batched(leaves: Any, rest: Any, x: Any) -> Any:
+        return apply_fn(split.merge(leaves, rest), x)
+
+    leaves, rest, x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+    check_outputs(jax.eval_shape(batched, leaves, rest, x), num_points(x))
+    if not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(args)):
+        _check_points_apart(jax.jit(batched), *args)
+    point = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
+
+    def single(leaves: Any, rest: Any, x: Any) -> Any:
+        out = batched(leaves, rest, jax.tree.map(lambda a: a[None], x))
+        return jnp.reshape(out, (out.shape[1],))
+
+    plan = Plan(single, leaves, rest, point, method=method, precision=precision)
+    return Prepared(single, split, (leaves, rest, point), plan)
+
+
+def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
+    """What a plan depends on; `None` (plan anew) where that is not hashable or being traced."""
+    arrays, structure = jax.tree.flatten(args)
+    if any(isinstance(a, jax.core.Tracer) for a in arrays):
+        return None
+    shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves(args[:2]))
+    shapes += tuple((a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(args[2]))
+    key = (apply_fn, split, structure, shapes, options, jax.config.jax_enable_x64)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def num_points(x: Any) -> int:
+    """Length of axis 0, which every array of `x` must share."""
+    arrays = jax.tree.leaves(x)
+    lengths = {a.shape[0] if a.ndim else None for a in arrays}
+    if len(lengths) != 1 or None in lengths or 0 in lengths:
+        raise ValueError(
+            "empirical kernel: inputs need one or more points on axis 0 of every array, got shapes"
+            f" {[a.shape for a in arrays]}. One point alone is x[None]."
+        )
+    return arrays[0].shape[0]
+
+
+def as_inputs(x1: Any, x2: Any | None) -> tuple[Any, Any | None]:
+    """Both inputs as arrays (NumPy stays in host memory), checked against each other."""
+    first = jax.tree.map(_as_input, x1)
+    num_points(first)
+    if x2 is None:
+        return first, None
+    second = jax.tree.map(_as_input, x2)
+    num_points(second)
+    kinds = [
+        (jax.tree.structure(x), [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(x)])
+        for x in (first, second)
+    ]
+    if kinds[0] != kinds[1]:
+        raise ValueError(
+            "empirical kernel: x1 and x2 must agree in all but the number of points, got"
+            f" {kinds[0][1]} and {kinds[1][1]} per point (shape, dtype)."
+        )
+    return first, second
+
+
+def _as_input(x: Any) -> Any:
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return widen(x)
+    if not isinstance(x, jax.Array):
+        x = np.asarray(x)
+        return x.astype(jax.dtypes.canonicalize_dtype(widen_dtype(x.dtype)), copy=False)
+    return widen(x)
+
+
+def widen_dtype(dtype: Any) -> Any:
+    """The dtype that `widen` gives."""
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.float32 if half else dtype
+
+
+def check_outputs(out: Any, n: int) -> None:
+    """Raise unless `out` is one real array of shape `(n, c)`."""
+    arrays = jax.tree.leaves(out)
+    advice = "Return one (n, c) array: for one output per point use f(params, x)[:, None]"
+    if len(arrays) != 1:
+        raise ValueError(
+            f"empirical kernel: apply_fn(params, x) must return one array of shape ({n}, c), got"
+            f" {len(arrays)} arrays. {advice}; drop auxiliary outputs."
+        )
+    shape, dtype = arrays[0].shape, arrays[0].dtype
+    if len(shape) != 2 or shape[0] != n or shape[1] == 0:
+        raise ValueError(
+            f"empirical kernel: apply_fn(params, x) must return shape ({n}, c) for {n} points, got"
+            f" {shape}. {advice}; flatten other axes."
+        )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"empirical kernel: outputs are {dtype}, expected real floating point. Return the"
+            " logits or regression outputs, not predicted classes."
+        )
+
+
+def _check_points_apart(batched: Callable[..., Any], leaves: Any, rest: Any, x: Any) -> None:
+    """Raise where a point's outputs change with the points beside it (batch norm in training)."""
+    if num_points(x) < 2:
+        return
+    both = np.asarray(batched(leaves, rest, jax.tree.map(lambda a: a[:2], x)), np.float64)
+    alone = np.asarray(batched(leaves, rest, jax.tree.map(lambda a: a[:1], x)), np.float64)
+    size = np.max(np.abs(both))
+    # Loose enough for half-precision layers; batch statistics change outputs by their own size.
+    if np.isfinite(size) and not np.allclose(both[:1], alone, rtol=0.0, atol=2e-2 * size):
+        gap = np.max(np.abs(both[:1] - alone))
+        raise ValueError(
+            "empirical kernel: the outputs of point 0 change by"
+            f" {gap:.3g} when another point is beside it, so no per-point derivative exists."
+            " Expected apply_fn to treat points apart: put batch norm and dropout in inference"
+            " mode."
+        )

@@ -1,0 +1,134 @@
+"""Say, for every parameter, how it enters the function and which rule its kernel uses."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ._params import Split
+from ._plan import Leaf, Plan
+from ._program import Op, Program, trace_program
+
+VIEWS = frozenset(
+    {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "neg"}
+)
+LOOPS = frozenset({"scan", "while", "cond"})
+FORMS = {"pair": "two factors", "joined": "two factors", "unused": "zero"}
+KINDS = {"dot": "dense", "conv": "conv", "lookup": "embedding"}
+
+
+@dataclass(frozen=True)
+class LeafReport:
+    """One parameter leaf: the `rule` of its contribution and the `form` its gradient takes."""
+
+    path: str
+    shape: tuple[int, ...]
+    rule: str
+    form: str
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """One `LeafReport` per trainable leaf, and the paths of the leaves held fixed.
+
+    Rules: `dense`, `conv`, `embedding`, `bias`, `scale` where structure was found; `jacobian (…)`
+    with the reason where the leaf's Jacobian is formed whole; `unused` for no dependence (its
+    contribution is zero). A shared parameter lists all its uses; their cross terms are in.
+    """
+
+    leaves: tuple[LeafReport, ...]
+    fixed: tuple[str, ...]
+
+    def __getitem__(self, path: str) -> LeafReport:
+        for leaf in self.leaves:
+            if leaf.path == path:
+                return leaf
+        raise KeyError(path)
+
+    def __str__(self) -> str:
+        rows = [("parameter", "shape", "rule", "form")]
+        rows += [(leaf.path, str(leaf.shape), leaf.rule, leaf.form) for leaf in self.leaves]
+        widths = [max(len(row[k]) for row in rows) for k in range(4)]
+        lines = ["  ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)) for row in rows]
+        if self.fixed:
+            lines.append(f"held fixed: {', '.join(self.fixed)}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def make_report(plan: Plan, split: Split, uses: Sequence[tuple[str, ...]]) -> KernelReport:
+    """Put the plan's forms and the forward pass's `uses` into words."""
+    paths = [
+        path for path, role in zip(split.paths, split.roles, strict=True) if role == "trainable"
+    ]
+    fixed = [
+        path for path, role in zip(split.paths, split.roles, strict=True) if role != "trainable"
+    ]
+    leaves = [
+        LeafReport(
+            path,
+            plan.program.shape(leaf.slot),
+            _rule(leaf, entries, plan.method),
+            FORMS.get(leaf.form, "whole gradient"),
+        )
+        for path, leaf, entries in zip(paths, plan.leaves, uses, strict=True)
+    ]
+    return KernelReport(tuple(leaves), tuple(fixed))
+
+
+def _rule(leaf: Leaf, uses: tuple[str, ...], method: str) -> str:
+    if leaf.form == "unused":
+        return "unused"
+    if method == "jacobian":
+        return "jacobian (asked for)"
+    kinds = tuple(dict.fromkeys(uses))
+    named = " + ".join(kinds) + (" (shared)" if len(uses) > 1 else "")
+    if kinds and set(kinds) <= {"bias", "scale"}:
+        return named
+    if leaf.factor is not None:
+        known = set(kinds) <= set(KINDS.values())
+        return named if kinds and known else KINDS.get(leaf.factor.kind, "dense")
+    loops = [kind for kind in kinds if kind in LOOPS]
+    reason = f"inside {loops[0]}" if loops else named
+    return f"jacobian ({reason or 'no structure found'})"
+
+
+def read_uses(
+    single: Callable[..., Any], leaves: Sequence[Any], rest: Sequence[Any], x: Any
+) -> list[tuple[str, ...]]:
+    """For every leaf, the kinds of its uses in the forward pass."""
+    program = trace_program(single, leaves, rest, x)
+    varies = program.dependents(program.inputs[len(leaves) + len(rest) :])
+    return [_uses(program, slot, varies) for slot in program.inputs[: len(leaves)]]
+
+
+def _uses(program: Program, leaf: int, varies: set[int]) -> tuple[str, ...]:
+    views, found = {leaf}, []
+    for op in program.ops:
+        for k, slot in enumerate(op.ins):
+            if slot in views:
+                kind = _use(program, op, k, varies)
+                if kind is None:
+                    views.update(op.outs)
+                else:
+                    found.append(kind)
+    return tuple(found)
+
+
+def _use(program: Program, op: Op, k: int, varies: set[int]) -> str | None:
+    """What `op` does with its operand `k`, a view of a parameter; `None`: another view of it."""
+    others = [slot for j, slot in enumerate(op.ins) if j != k]
+    beside_data = any(slot in varies for slot in others)
+    if op.name in VIEWS:
+        return None
+    if op.name in ("mul", "add", "sub") or (op.name == "div" and k == 0):
+        if beside_data:
+            return "scale" if op.name in ("mul", "div") else "bias"
+        # Beside other parameters only: sums and scalar factors leave the gradient's structure.
+        scalar = all(program.size(slot) == 1 for slot in others)
+        return None if op.name in ("add", "sub") or scalar else op.name
+    if beside_data and op.name == "dot_general":
+        return "dense"
+    if beside_data and op.name == "conv_general_dilated":
+        return "conv"
+    if beside_data and op.name == "gather" and k == 0:
+        return "embedding"
+    return op.name

@@ -1,0 +1,136 @@
+"""Fit kernel tiles into a byte budget and reuse features from tile to tile."""
+
+from dataclasses import dataclass
+from math import ceil, isqrt
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array
+
+from .._tiles import DEFAULT_TILE_BYTES
+from ._gram import Features
+from ._prepare import Prepared, num_points
+
+SYMMETRIC_TILES = 5
+"""Tiles per side that a large symmetric kernel is cut into: 60 % of the square is computed."""
+
+WORTH_CUTTING = 2048
+"""Rows (points times outputs) from which a symmetric kernel is cut to save its lower half."""
+
+FREE_SHARE = 8
+"""On an accelerator, one part in this many of the free memory is the default budget."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """`shape` of a tile, `chunk` of points differentiated at once, `keep` all features or not."""
+
+    shape: tuple[int, int]
+    chunk: int
+    keep: bool
+
+
+def default_tile_bytes() -> int:
+    """256 MiB, or on an accelerator an eighth of its free memory where that is more."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats or "bytes_limit" not in stats:
+        return DEFAULT_TILE_BYTES
+    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return max(DEFAULT_TILE_BYTES, free // FREE_SHARE)
+
+
+def choose_tiles(
+    prepared: Prepared, n1: int, n2: int | None, *, budget: int, traced: bool
+) -> Tiles:
+    """The largest tiles whose features, products and backward passes fit into `budget`.
+
+    Half of the budget is for features: of all points if they fit, else of one tile's rows and
+    columns. The other half is for the products, or before them for the backward passes.
+    """
+    plan = prepared.plan
+    symmetric = n2 is None
+    columns = n1 if n2 is None else n2
+    per_point, workspace = prepared.feature_bytes, prepared.workspace_bytes
+    half = budget // 2
+    if 2 * per_point > half or workspace > half:
+        raise ValueError(
+            f"empirical kernel: tile_bytes={budget} is too small for one pair of points, which"
+            f" needs {2 * max(2 * per_point, workspace)}. Raise tile_bytes, choose fewer `trainable`"
+            " parameters, or use ntk_mv, which holds no Jacobian."
+        )
+    outputs = 1 if traced else plan.num_outputs**2
+    copies = len(plan.groups) + len(plan.leaves) + 2  # upper bound on products alive at once
+    entry = outputs * np.dtype(plan.dtype).itemsize * min(copies, 8)
+    side = max(1, isqrt(half // entry))
+    keep = (n1 if symmetric else n1 + columns) * per_point <= half
+    if not keep:
+        side = min(side, half // (2 * per_point))
+    rows, cols = min(side, n1), min(side, columns)
+    if symmetric and n1 * plan.num_outputs >= WORTH_CUTTING:
+        rows = min(rows, ceil(n1 / SYMMETRIC_TILES))
+    return Tiles((rows, rows if symmetric else cols), max(1, half // max(workspace, 1)), keep)
+
+
+class FeatureStore:
+    """Gives tiles their features: all kept, or the rows' kept while the columns pass."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        leaves: Any,
+        rest: Any,
+        x1: Any,
+        x2: Any | None,
+        tiles: Tiles,
+        *,
+        traced: bool,
+    ) -> None:
+        self._prepared, self._leaves, self._rest = prepared, leaves, rest
+        self._x1, self._x2 = x1, x1 if x2 is None else x2
+        self._tiles, self._traced = tiles, traced
+        self.index1 = np.arange(num_points(x1))
+        self.index2 = None if x2 is None else np.arange(num_points(x2))
+        self._finite: list[tuple[str, np.ndarray, Any]] = []
+        self._row: tuple[int, Features] | None = None
+        self._kept: tuple[Features, Features] | None = None
+        if tiles.keep:
+            f1 = self._make("x1", x1, self.index1)
+            self._kept = (f1, f1 if self.index2 is None else self._make("x2", x2, self.index2))
+
+    def _make(self, name: str, x: Any, index: np.ndarray) -> Features:
+        made = self._prepared.features(self._leaves, self._rest, x, self._tiles.chunk)
+        self._finite.append((name, index, made.finite))
+        return made
+
+    def _at(self, name: str, x: Any, index: np.ndarray) -> Features:
+        return self._make(name, jax.tree.map(lambda a: a[index], x), index)
+
+    def block(self, i: Array, j: Array) -> Array:
+        """The tile of the points `i` of `x1` and `j` of `x2`."""
+        if self._kept is not None:
+            if len(i) == len(self.index1) and len(j) == num_points(self._x2):
+                return self._prepared.tile(*self._kept, traced=self._traced)
+            return self._prepared.tile_at(*self._kept, i, j, traced=self._traced)
+        rows, cols = np.asarray(i), np.asarray(j)
+        if self._row is None or self._row[0] != rows[0]:
+            self._row = None
+            self._row = (int(rows[0]), self._at("x1", self._x1, rows))
+        f1 = self._row[1]
+        same = self.index2 is None and rows[0] == cols[0]
+        f2 = f1 if same else self._at("x2" if self.index2 is not None else "x1", self._x2, cols)
+        return self._prepared.tile(f1, f2, traced=self._traced)
+
+    def check_finite(self) -> None:
+        """Raise where outputs or derivatives were not finite, naming the points."""
+        for name, index, flags in self._finite:
+            finite = np.asarray(flags)
+            for column, what in enumerate(("outputs", "derivatives")):
+                bad = np.unique(index[~finite[:, column]])
+                if bad.size:
+                    raise FloatingPointError(
+                        f"empirical kernel: {what} of apply_fn are not finite at {bad.size} points"
+                        f" of {name}: {bad[:8].tolist()}. Check those inputs and the parameters for"
+                        " NaN, infinities and overflow."
+                    )
