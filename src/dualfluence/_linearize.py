@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ._progress import ProgressFn
-from .kernels import empirical_kernel
+from .kernels import empirical_kernel, kernel_block
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
@@ -87,6 +87,11 @@ class Linearized(eqx.Module):
         return empirical_kernel(
             self.apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
         ).value
+
+    def kernel_block(self, x1: Array, x2: Array) -> Float[Array, "n1 c n2 c"]:
+        """`J(x1) J(x2)ᵀ` in one piece, for use inside other compiled functions."""
+        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
+        return kernel_block(self.apply_fn, self.params, x1, x2, trainable=mask)
 
     @eqx.filter_jit
     def kernel_diagonal(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:

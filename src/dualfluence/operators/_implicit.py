@@ -42,7 +42,7 @@ class MatrixFreeOperator(AbstractKernelOperator):
         return self.model.kernel_diagonal(self.x)
 
     def dense(self) -> Float[Array, "nc nc"]:
-        kernel = self.model.kernel(self.x)
+        kernel = self.model.kernel_block(self.x, self.x)
         return kernel.reshape(self.num_points * self.num_outputs, -1)
 
 
