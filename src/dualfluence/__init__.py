@@ -3,6 +3,8 @@
 In flow order: linearise a model, fit it, edit its training set, read out what changed.
 """
 
+from . import datasets as datasets
+from . import kernels as kernels
 from . import losses as losses
 from . import operators as operators
 from . import solvers as solvers
@@ -15,6 +17,7 @@ from ._fit import fit as fit
 from ._fit import from_trained as from_trained
 from ._fitted import Fitted as Fitted
 from ._fitted import Update as Update
+from ._io import load as load
 from ._linearize import Linearized as Linearized
 from ._linearize import linearize as linearize
 from ._models import PrecomputedKernel as PrecomputedKernel

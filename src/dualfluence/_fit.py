@@ -40,7 +40,7 @@ from .solvers import (
     spectral_preconditioner,
 )
 
-DEFAULT_RANK = 400
+DEFAULT_RANK = 200
 
 
 def fit(

@@ -28,12 +28,12 @@ from .losses import AbstractLoss
 from .operators import AbstractKernelOperator
 from .solvers import (
     AbstractDualSolver,
+    AbstractPaperForm,
     AbstractPreconditioner,
     Auto,
     SpectralPreconditioner,
     resolve,
 )
-from .solvers._paper import AbstractPaperForm
 
 MAX_STEPS = 100
 OnFailure = Literal["raise", "report"]
