@@ -1,7 +1,7 @@
 """A network linearised at θ₀: outputs, Jacobian products and tangent kernel."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -29,7 +29,7 @@ class Linearized(eqx.Module):
     params: PyTree
     trainable: tuple[bool, ...] = eqx.field(static=True)
     batch_size: int = eqx.field(static=True)
-    anchor: Literal["params", "zero"] = eqx.field(static=True, default="params")
+    anchor: str = eqx.field(static=True, default="params")
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Trainable leaves and the rest, each with `None` in the other's places."""
@@ -135,7 +135,7 @@ def linearize(
     apply_fn: ApplyFn,
     params: PyTree,
     *,
-    anchor: Literal["params", "zero"] = "params",
+    anchor: str = "params",
     trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
     batch_size: int = 1024,
 ) -> Linearized:
@@ -149,7 +149,7 @@ def linearize(
 
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 must not see each other.
     - `params`: a pytree; floating leaves are trainable, others (integers, …) are kept as they are.
-    - `anchor`: where to linearise, at `params` or at zero.
+    - `anchor`: where to linearise, `"params"` or `"zero"`.
     - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer.
     - `batch_size`: points per batch in Jacobian products.
     """
