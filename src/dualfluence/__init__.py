@@ -6,7 +6,9 @@ In flow order: linearise a model, fit it, edit its training set, read out what c
 from . import datasets as datasets
 from . import kernels as kernels
 from . import losses as losses
+from . import metrics as metrics
 from . import operators as operators
+from . import primal as primal
 from . import solvers as solvers
 from ._edits import Add as Add
 from ._edits import Relabel as Relabel

@@ -28,6 +28,7 @@ from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise
 from ._problem import State
 from ._progress import ProgressFn
 from ._readout import Reference, apply_network
+from ._trees import tree_norm
 from .losses import AbstractLoss
 from .operators import AbstractKernelOperator, MatrixFreeOperator
 from .solvers import (
@@ -360,14 +361,10 @@ def _fidelity(
     base = apply_network(model, model.params, x)
     moved = float(jnp.linalg.norm(linear_outputs - base))
     return Fidelity(
-        gradient_norm=_norm(gradient),
-        parameter_gap=_norm(gap) / max(_norm(change), 1e-30),
+        gradient_norm=float(tree_norm(gradient)),
+        parameter_gap=float(tree_norm(gap)) / max(float(tree_norm(change)), 1e-30),
         output_gap=float(jnp.linalg.norm(outputs - linear_outputs)) / max(moved, 1e-30),
     )
-
-
-def _norm(tree: PyTree) -> float:
-    return float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))))
 
 
 @eqx.filter_jit
