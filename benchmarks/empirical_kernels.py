@@ -8,6 +8,7 @@ number of pairs, as they cost the same for every pair.
 import argparse
 import json
 import time
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ def make_network(seed=0):
             "W": jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32),
             "b": jnp.zeros(b, jnp.float32),
         }
-        for a, b in zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
+        for a, b in pairwise(WIDTHS)
     ]
 
     def apply(params, x):
