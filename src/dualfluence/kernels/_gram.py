@@ -19,11 +19,12 @@ class Features(NamedTuple):
 
     - `pairs`: gradients kept as two factors.
     - `rows`: gradients kept whole, each `(n, c, p)`.
-    - `finite`: per point, whether outputs and whether derivatives are finite, `(n, 2)`.
+    - `outputs`: `(n, c)`, and `finite`: whether the point's derivatives are, `(n,)`.
     """
 
     pairs: tuple[Pair, ...]
     rows: tuple[Array, ...]
+    outputs: Array
     finite: Array
 
 
@@ -32,7 +33,7 @@ def take_points(features: Features, index: Array) -> Features:
     return jax.tree.map(lambda a: jnp.take(a, index, axis=0), features)
 
 
-def contract(f1: Features, f2: Features, *, traced: bool, precision: Any) -> Array:
+def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision: Any) -> Array:
     r"""Sum every parameter's contribution to a tile.
 
     $$K_{ia,jb} = \sum_{\text{pairs}}\sum_{s,t} (A_{is}\cdot A_{jt})(G_{ias}\cdot G_{jbt})
@@ -42,7 +43,9 @@ def contract(f1: Features, f2: Features, *, traced: bool, precision: Any) -> Arr
     """
     terms = [_pair_term(p, q, traced, precision) for p, q in zip(f1.pairs, f2.pairs, strict=True)]
     terms += [_gram(p, q, traced, precision) for p, q in zip(f1.rows, f2.rows, strict=True)]
-    total = terms[0]
+    n1, n2 = f1.outputs.shape[0], f2.outputs.shape[0]
+    c = f1.outputs.shape[1]
+    total = terms[0] if terms else jnp.zeros((n1, n2) if traced else (n1, c, n2, c), dtype)
     for term in terms[1:]:
         total = total + term
     return total
