@@ -177,7 +177,9 @@ def _add(left: Any, right: Any) -> Any:
         ntk = left.ntk + right.ntk
     if isinstance(left, ImagePairs):
         q1, q2 = left.q1 + right.q1, left.q2 + right.q2
-        return replace(left, q1=q1, q2=q2, distance=left.distance + right.distance, ntk=ntk)
+        return replace(
+            left, q1=q1, q2=q2, distance=left.distance + right.distance, ntk=ntk, pixels=None
+        )
     a, b = left.joint, right.joint
     joint = add_joints(a, b, a.q1 + b.q1, a.q2 + b.q2)
     return VectorPairs(joint, ntk, left.spec, left.is_self)

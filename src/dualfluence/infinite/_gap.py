@@ -5,6 +5,7 @@ the *gap* is $s - |K| \ge 0$. Computed from $s$ and $K$ near parallel points it 
 digits of the angle; here every layer transforms the gap itself, by sums of non-negative terms.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -53,10 +54,11 @@ def joint_from_minus(q1: Array, q2: Array, minus: Array) -> Joint:
     return Joint(q1, q2, r1, r2, s - minus, jnp.minimum(minus, 2 * s - minus))
 
 
-def joint_from_distance(q1: Array, q2: Array, distance: Array) -> Joint:
-    """A `Joint` from the variances and $E(u-v)^2$; exact where the two are equal."""
-    r1, r2 = safe_sqrt(q1), safe_sqrt(q2)
-    return joint_from_minus(q1, q2, (distance - (r1 - r2) ** 2) / 2)
+def joint_from_distance(r1: Array, r2: Array, distance: Array) -> Joint:
+    """A `Joint` from the deviations and $E(u-v)^2$; exact where the two are equal."""
+    s = r1 * r2
+    minus = jnp.clip((distance - (r1 - r2) ** 2) / 2, 0, 2 * s)
+    return Joint(r1 * r1, r2 * r2, r1, r2, s - minus, jnp.minimum(minus, 2 * s - minus))
 
 
 def add_joints(left: Joint, right: Joint, q1: Array, q2: Array) -> Joint:
@@ -75,33 +77,53 @@ def add_joints(left: Joint, right: Joint, q1: Array, q2: Array) -> Joint:
     return Joint(q1, q2, r1, r2, cov, jnp.where(cov >= 0, minus, plus))
 
 
-def _angle_series(degree: int) -> np.ndarray:
-    """Power coefficients in `2 g - 1` of `arccos(1 - g) / sqrt(g)` on [0, 1]."""
-
-    def f(x: np.ndarray) -> np.ndarray:
-        g = (x + 1) / 2
-        return 2 * np.arcsin(np.sqrt(g / 2)) / np.sqrt(g)
-
+def _series(function: Callable[[np.ndarray], np.ndarray], degree: int) -> list[float]:
+    """Power coefficients in `2 g - 1` of a function of `g` on [0, 1], highest first."""
     # Interpolation at Chebyshev points converges like 5.83^-degree (the singularity is at g = 2);
     # the power basis on [-1, 1] loses only 2.41^degree of that, so no digit at these degrees.
-    return np.polynomial.chebyshev.cheb2poly(np.polynomial.chebyshev.chebinterpolate(f, degree))
+    cheb = np.polynomial.chebyshev.chebinterpolate(lambda x: function((x + 1) / 2), degree)
+    return np.polynomial.chebyshev.cheb2poly(cheb)[::-1].tolist()
 
 
-_SERIES = {4: _angle_series(11), 8: _angle_series(22)}
+def _angle(g: np.ndarray) -> np.ndarray:
+    r"""$\varphi/\sqrt g$ for $\cos\varphi = 1-g$."""
+    return 2 * np.arcsin(np.sqrt(g / 2)) / np.sqrt(g)
 
 
-def nearest_angle(joint: Joint) -> tuple[Array, Array, Array]:
-    r"""The angle $\varphi\in[0,\pi/2]$ between the pair, taken to the nearer of parallel and opposite.
+def _bend(g: np.ndarray) -> np.ndarray:
+    r"""$(\sin\varphi-\varphi\cos\varphi)/g^{3/2}$, near 0 by its own series."""
+    direct = (np.sqrt(2 - g) - (1 - g) * _angle(g)) / g
+    k = np.arange(1, 40)
+    # sin f - f cos f = sum_k (-1)^(k+1) 2k f^(2k+1) / (2k+1)!
+    f = _angle(g) * np.sqrt(g)
+    terms = (-1.0) ** (k + 1) * 2 * k * f[..., None] ** (2 * k + 1)
+    factorials = np.cumprod(np.concatenate([[6.0], (2 * k[1:]) * (2 * k[1:] + 1.0)]))
+    small = np.sum(terms / factorials, axis=-1) / g**1.5
+    return np.where(g < 0.5, small, direct)
 
-    **Returns:** $\varphi$, $\sin\varphi$ and $1-\cos\varphi$ = gap / s; a quarter turn where a
-    variance is 0. A polynomial times a square root: it vectorises, `atan2` does not on CPUs.
+
+_DEGREES = {4: 11, 8: 22}
+_ANGLE = {size: _series(_angle, degree) for size, degree in _DEGREES.items()}
+_BEND = {size: _series(_bend, degree) for size, degree in _DEGREES.items()}
+
+
+def _polynomial(coefs: list[float], x: Array) -> Array:
+    value = coefs[0] * x + coefs[1]
+    for c in coefs[2:]:
+        value = value * x + c
+    return value
+
+
+def nearest_angle(joint: Joint) -> tuple[Array, Array]:
+    r"""The angle $\varphi\in[0,\pi/2]$ of the pair to the nearer of parallel and opposite.
+
+    **Returns:** $\varphi$ and $\sin\varphi-\varphi\cos\varphi$; a quarter turn where a variance
+    is 0. Polynomials in the gap times a square root: they vectorise, `atan2` does not on CPUs,
+    and there is no division per pair.
     """
-    s = joint.r1 * joint.r2
-    g = jnp.clip(safe_divide(joint.gap, s, 1.0), 0, 1)
+    inverse1, inverse2 = (safe_divide(jnp.ones_like(r), r) for r in (joint.r1, joint.r2))
+    scale = inverse1 * inverse2
+    g = jnp.where(scale > 0, jnp.clip(joint.gap * scale, 0, 1), 1)
     root = safe_sqrt(g)
-    series = _SERIES[8 if g.dtype.itemsize == 8 else 4]
-    x = 2 * g - 1
-    value = jnp.full_like(x, series[-1])
-    for c in series[-2::-1]:
-        value = value * x + float(c)
-    return root * value, root * jnp.sqrt(2 - g), g
+    x, size = 2 * g - 1, 8 if g.dtype.itemsize == 8 else 4
+    return root * _polynomial(_ANGLE[size], x), root * g * _polynomial(_BEND[size], x)

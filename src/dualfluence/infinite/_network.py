@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from .._progress import ProgressFn
@@ -21,7 +22,7 @@ from ._weights import Dense
 
 Kind = Literal["ntk", "nngp"]
 
-LIVE_ARRAYS = 8
+LIVE_ARRAYS = 9
 """Arrays of the size of the largest layer that a tile holds at once, rounded up."""
 
 VECTOR_TILE = 1024
@@ -75,11 +76,11 @@ class Network(Serial):
         shape = x1.shape[1:]
         self._check_ends(input_spec(x1.shape))
         n2 = x1.shape[0] if x2 is None else x2.shape[0]
-        tile = self.tile_shape(x1.shape, n2, x1.dtype.itemsize, tile_bytes, x2 is None)
+        tile, block = self.tile_shape(x1.shape, n2, x1.dtype.itemsize, tile_bytes, x2 is None)
         points1 = self._points(x1, tile_bytes)
         points2 = None if x2 is None else self._points(x2, tile_bytes)
         result = fill_kernel(
-            partial(_cross, self, kind, shape),
+            partial(_cross, self, kind, shape, block),
             points1,
             points2,
             tail=(),
@@ -93,19 +94,24 @@ class Network(Serial):
             return _with_diagonal(result, self.diagonal(x1, kind=kind, tile_bytes=tile_bytes))
         return result
 
-    def kernel_block(self, x1: Any, x2: Any, kind: Kind = "ntk") -> Array:
+    def kernel_block(
+        self, x1: Any, x2: Any, kind: Kind | Literal["both"] = "ntk"
+    ) -> Array | tuple[Array, Array]:
         """One tile, `(n1, n2)`: pure, may be traced, jitted and differentiated.
 
+        `kind="both"` gives the pair `(nngp, ntk)` for the price of the second.
         Derivatives are finite everywhere; at equal points, where the NTK of ReLU networks has
         a kink, the angle counts as constant.
         """
-        self._check_kind(kind)
+        if kind != "both":
+            self._check_kind(kind)
         x1, x2 = as_points(x1, "x1"), as_points(x2, "x2")
         check_match(x1, x2)
         self._check_ends(input_spec(x1.shape))
         dtype = jnp.promote_types(x1.dtype, x2.dtype)
         points1, points2 = (_pack_points(self, x.astype(dtype)) for x in (x1, x2))
-        return _cross(self, kind, x1.shape[1:], points1, points2)
+        nngp, ntk = _cross_block(self, x1.shape[1:], points1, points2)
+        return (nngp, ntk) if kind == "both" else nngp if kind == "nngp" else ntk
 
     def diagonal(
         self, x: Any, *, kind: Kind = "ntk", tile_bytes: int = DEFAULT_TILE_BYTES
@@ -171,21 +177,22 @@ class Network(Serial):
 
     def tile_shape(
         self, shape: tuple[int, ...], n2: int, itemsize: int, tile_bytes: int, symmetric: bool
-    ) -> tuple[int, int]:
-        """Rows and columns of one tile, from an estimate of its working memory."""
+    ) -> tuple[tuple[int, int], int]:
+        """Rows and columns of one tile, and how many of its rows to work on at a time.
+
+        From an estimate of the working memory. Images take tiles wide enough for vector
+        instructions and walk through their rows; vectors take square tiles at once.
+        """
         n1 = shape[0]
         pairs = max(1, tile_bytes // (self.pair_entries(shape) * itemsize * LIVE_ARRAYS))
-        side = max(1, math.isqrt(pairs))
         if len(shape) == 2:
-            side = min(side, VECTOR_TILE)
-        elif side > 8:
-            side -= side % 8
-        if symmetric:
-            side = _even(n1, side)
-            return side, side
-        rows = _even(n1, side)
-        limit = VECTOR_TILE if len(shape) == 2 else pairs
-        return rows, _even(n2, max(1, min(pairs // rows, limit)))
+            side = min(math.isqrt(pairs), VECTOR_TILE)
+            rows, cols = _even(n1, side), _even(n2, side)
+            return (rows, cols), rows
+        side = _power_of_two(min(pairs, 3 * math.isqrt(pairs)))
+        block = min(side, _power_of_two(max(1, pairs // side)))
+        rows, cols = (-(-_even(n, side) // block) * block for n in (n1, n2))
+        return (rows, rows if symmetric else cols), block
 
     def pair_entries(self, shape: tuple[int, ...]) -> int:
         """Numbers that the largest layer stores for one pair of points."""
@@ -246,6 +253,11 @@ def serial(*layers: AbstractLayer) -> Network:
 def _even(n: int, side: int) -> int:
     """The smallest tile side that needs no more tiles than `side` does: less padding."""
     return -(-n // -(-n // max(1, min(side, n))))
+
+
+def _power_of_two(n: int) -> int:
+    """The largest power of two up to `n`."""
+    return 1 << (max(1, n).bit_length() - 1)
 
 
 def _count(spec: Spec, band: Band) -> int:
@@ -330,9 +342,23 @@ def _unpack_points(net: Network, shape: tuple[int, ...], rows: Array) -> tuple[A
     return parts[0].reshape(n, *shape), jax.tree.unflatten(tree, leaves)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _cross(net: Network, kind: Kind, shape: tuple[int, ...], rows1: Array, rows2: Array) -> Array:
-    """The pair pass on two batches of packed points."""
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _cross(
+    net: Network, kind: Kind, shape: tuple[int, ...], block: int, rows1: Array, rows2: Array
+) -> Array:
+    """The pair pass on two batches of packed points, `block` rows at a time."""
+    which = 0 if kind == "nngp" else 1
+    if rows1.shape[0] == block:
+        return _cross_block(net, shape, rows1, rows2)[which]
+    blocks = rows1.reshape(-1, block, rows1.shape[1])
+    tiles = lax.map(lambda rows: _cross_block(net, shape, rows, rows2)[which], blocks)
+    return tiles.reshape(-1, rows2.shape[0])
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _cross_block(
+    net: Network, shape: tuple[int, ...], rows1: Array, rows2: Array
+) -> tuple[Array, Array]:
     (x1, rec1), (x2, rec2) = (_unpack_points(net, shape, rows) for rows in (rows1, rows2))
     q1, rec1 = jax.tree.map(lambda leaf: leaf[..., :, None], rec1)
     q2, rec2 = jax.tree.map(lambda leaf: leaf[..., None, :], rec2)
@@ -343,7 +369,8 @@ def _cross(net: Network, kind: Kind, shape: tuple[int, ...], rows1: Array, rows2
         state: Any = images(pixels1, pixels2, q1, q2, net._band(spec), spec, False)
     else:
         state = cross_vectors(x1, x2, q1, q2, spec)
-    return _read(net.cross_pass(state, rec1, rec2, (0, 0)), kind)
+    end = net.cross_pass(state, rec1, rec2, (0, 0))
+    return _read(end, "nngp"), _read(end, "ntk")
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -86,7 +86,9 @@ class LayerNorm(AbstractLayer):
         shift = (state.first * inv1 - state.second * inv2) * (inv1 - inv2)
         distance = jnp.maximum(state.distance * inv1 * inv2 + shift, 0)
         ntk = None if state.ntk is None else state.ntk * inv1 * inv2
-        return settle(replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk))
+        return settle(
+            replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk, pixels=None)
+        )
 
     def apply(self, params: Any, x: Array) -> Array:
         axes = self._axes(x.ndim)
@@ -143,7 +145,7 @@ class Dropout(AbstractLayer):
             same = same_pixel(state.spec.shape, state.band)
             distance = jnp.where(same, 0, distance)
             ntk = None if ntk is None else jnp.where(same, self._gain * ntk, ntk)
-        return settle(replace(state, q1=q1, q2=q2, distance=distance, ntk=ntk))
+        return settle(replace(state, q1=q1, q2=q2, distance=distance, ntk=ntk, pixels=None))
 
     def apply(self, params: Any, x: Array) -> Array:
         if self.mode == "train":
@@ -170,7 +172,7 @@ class Scale(AbstractLayer):
         ntk = None if state.ntk is None else c * state.ntk
         if isinstance(state, ImagePairs):
             distance = c * state.distance
-            return replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk)
+            return replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk, pixels=None)
         old = state.joint
         joint = joint_from_minus(rec1[0], rec2[0], c * old.minus)
         return replace(state, joint=joint._replace(cov=c * old.cov, gap=c * old.gap), ntk=ntk)

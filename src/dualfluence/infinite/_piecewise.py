@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._gap import Joint, joint_from_minus, nearest_angle
+from ._gap import Joint, nearest_angle
 from ._spec import AbstractLayer, Band, Spec
 from ._states import ImagePairs, VectorPairs, settle
 from ._windows import at_first, at_second
 
 
 class AbstractActivation(AbstractLayer):
-    r"""An elementwise function $\phi$: $K' = E\phi(u)\phi(v)$, $\Theta' = \Theta\,E\phi'(u)\phi'(v)$.
+    r"""An elementwise $\phi$: $K' = E\phi(u)\phi(v)$, $\Theta' = \Theta\,E\phi'(u)\phi'(v)$.
 
-    `dual` gives $K'$, $s' - |K'|$ (see `_gap`) and $E\phi'\phi'$ for pairs $(u, v)$.
+    `dual` gives $K'$ with its gap (see `_gap`) and $E\phi'\phi'$ for pairs $(u, v)$.
     """
 
     @abc.abstractmethod
@@ -26,8 +26,8 @@ class AbstractActivation(AbstractLayer):
         """The activation itself."""
 
     @abc.abstractmethod
-    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Array, Array, Array]:
-        """Covariance, gap and derivative covariance; `q1`, `q2` are the variances after it."""
+    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Joint, Array]:
+        """The pair after it and the derivative covariance; `q1`, `q2`: variances after it."""
 
     @abc.abstractmethod
     def variance(self, q: Array) -> Array:
@@ -52,8 +52,7 @@ class AbstractActivation(AbstractLayer):
             q1, q2 = at_first(rec1[0]), at_second(rec2[0], state.band)
         else:
             q1, q2 = rec1[0], rec2[0]
-        cov, gap, slope = self.dual(state.joint, q1, q2)
-        joint = joint_from_minus(q1, q2, gap)._replace(cov=cov, gap=gap)
+        joint, slope = self.dual(state.joint, q1, q2)
         ntk = None if state.ntk is None else state.ntk * slope
         if isinstance(state, VectorPairs):
             return VectorPairs(joint, ntk, spec, state.is_self)
@@ -85,19 +84,21 @@ class ABRelu(AbstractActivation):
     def variance(self, q: Array) -> Array:
         return (self.a**2 + self.b**2) / 2 * q
 
-    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Array, Array, Array]:
+    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Joint, Array]:
         a, b = self.a, self.b
-        phi, sin, g = nearest_angle(pair)
+        phi, bend = nearest_angle(pair)
         linear, curve = (a * a + b * b) / 2, (a - b) ** 2 / (2 * math.pi)
         s = pair.r1 * pair.r2
-        bend = curve * s * (sin - phi * (1 - g))
+        bend = curve * s * bend
         ahead = pair.cov >= 0
         cov = jnp.where(ahead, linear * pair.cov, a * b * pair.cov) + bend
         behind = jnp.where(ahead, 0, (a + b) ** 2 / 2 * jnp.abs(pair.cov))
         minus = jnp.maximum(linear * pair.gap - bend + behind, 0)
         gap = jnp.where(cov >= 0, minus, 2 * linear * s - minus)
         slope = jnp.where(ahead, linear - curve * phi, a * b + curve * phi)
-        return cov, gap, slope
+        # Homogeneous: the deviations only scale, which spares their square roots.
+        r1, r2 = (math.sqrt(linear) * r for r in (pair.r1, pair.r2))
+        return Joint(linear * pair.q1, linear * pair.q2, r1, r2, cov, gap), slope
 
 
 def Relu() -> ABRelu:
@@ -125,12 +126,12 @@ class Sign(AbstractActivation):
     def variance(self, q: Array) -> Array:
         return jnp.where(q > 0, jnp.ones_like(q), 0)
 
-    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Array, Array, Array]:
-        phi, _, _ = nearest_angle(pair)
+    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Joint, Array]:
+        phi, _ = nearest_angle(pair)
         zero = pair.r1 * pair.r2 == 0
         gap = jnp.where(zero, 0, 2 * phi / math.pi)
         cov = jnp.where(zero, 0, jnp.where(pair.cov >= 0, 1 - gap, gap - 1))
-        return cov, gap, jnp.zeros_like(cov)
+        return Joint(q1, q2, q1, q2, cov, gap), jnp.zeros_like(cov)
 
 
 def derivative(function: Any) -> Any:

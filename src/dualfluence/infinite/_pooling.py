@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ._gap import joint_from_distance
+from ._gap import Joint, joint_from_distance, safe_sqrt
 from ._spec import AbstractLayer, Band, Spec
 from ._states import ImagePairs, VectorPairs, settle
 from ._weights import Padding, check_fits, check_window, need_window, padded
@@ -147,6 +147,10 @@ class SumPool(_Pool):
         return math.prod(self.window) / counts if self.normalize_edges else np.ones_like(counts)
 
 
+def _vector_joint(q1: Array, q2: Array, distance: Array) -> Joint:
+    return joint_from_distance(safe_sqrt(q1), safe_sqrt(q2), distance)._replace(q1=q1, q2=q2)
+
+
 def _need_images(layer: AbstractLayer, spec: Spec) -> None:
     if not spec.is_image:
         raise ValueError(f"{layer}: expected images (n, height, width, channels), got vectors.")
@@ -170,7 +174,7 @@ class Flatten(AbstractLayer):
         def read(pairs: Array) -> Array:
             return jnp.mean(take_diagonal(pairs, state.band), axis=(0, 1))
 
-        joint = joint_from_distance(rec1[0], rec2[0], read(state.distance))
+        joint = _vector_joint(rec1[0], rec2[0], read(state.distance))
         ntk = None if state.ntk is None else read(state.ntk)
         return VectorPairs(joint, ntk, self.out_spec(state.spec), state.is_self)
 
@@ -200,7 +204,7 @@ class _GlobalPool(AbstractLayer):
         # Jensen, as for the windows: 0 at equal images.
         bound = jnp.mean(take_diagonal(state.distance, state.band), axis=(0, 1)) * factor
         distance = jnp.clip(rec1[0] + rec2[0] - 2 * cov, 0, bound)
-        joint = joint_from_distance(rec1[0], rec2[0], distance)
+        joint = _vector_joint(rec1[0], rec2[0], distance)
         ntk = None if state.ntk is None else jnp.mean(state.ntk, axis=(0, 1, 2, 3)) * factor
         return VectorPairs(joint, ntk, self.out_spec(state.spec), state.is_self)
 

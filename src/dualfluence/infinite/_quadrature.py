@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ._gap import Joint, safe_divide, safe_sqrt
 from ._piecewise import AbstractActivation, derivative
-from ._smooth import gap_after
+from ._smooth import smooth_joint
 
 
 @lru_cache
@@ -65,13 +65,13 @@ class Activation(AbstractActivation):
     def variance(self, q: Array) -> Array:
         return jnp.sum(self._coefficients(self.function_, safe_sqrt(q)) ** 2, axis=0)
 
-    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Array, Array, Array]:
+    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Joint, Array]:
         s = pair.r1 * pair.r2
         near = safe_divide(pair.gap, s, 1.0)
         rho = jnp.where(pair.cov >= 0, 1 - near, near - 1)
         cov = self._mehler(self.function_, pair, rho)
         slope = self._mehler(derivative(self.function_), pair, rho)
-        return cov, gap_after(pair, q1, q2, cov, None), slope
+        return smooth_joint(pair, q1, q2, cov, None), slope
 
     def _mehler(self, function: Callable[..., Array], pair: Joint, rho: Array) -> Array:
         h1 = self._coefficients(function, pair.r1)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._gap import Joint, joint_from_minus, safe_sqrt
+from ._gap import Joint, joint_from_distance, joint_from_minus, safe_sqrt
 from ._piecewise import AbstractActivation
 
 SIGMOID_SCALE = 2.4020563531719796
@@ -17,8 +17,8 @@ GELU_LIPSCHITZ = 1.13
 """Upper bound on the slope of x Phi(x), attained near x = sqrt 2."""
 
 
-def gap_after(pair: Joint, q1: Array, q2: Array, cov: Array, lipschitz: float | None) -> Array:
-    r"""$s' - |K'|$ for a smooth activation.
+def smooth_joint(pair: Joint, q1: Array, q2: Array, cov: Array, lipschitz: float | None) -> Joint:
+    r"""The pair after a smooth activation with covariance `cov`.
 
     By $E(\phi(u)-\phi(v))^2 \le L^2 E(u-v)^2$ the distance is 0 at equal points, where
     $q_1' + q_2' - 2K'$ would leave rounding errors whose square root a later ReLU sees.
@@ -29,10 +29,8 @@ def gap_after(pair: Joint, q1: Array, q2: Array, cov: Array, lipschitz: float | 
         distance = jnp.where(before > 0, distance, 0)
     else:
         distance = jnp.minimum(distance, lipschitz**2 * before)
-    r1, r2 = safe_sqrt(q1), safe_sqrt(q2)
-    s = r1 * r2
-    minus = jnp.clip((distance - (r1 - r2) ** 2) / 2, 0, 2 * s)
-    return jnp.where(cov >= 0, minus, 2 * s - minus)
+    joint = joint_from_distance(safe_sqrt(q1), safe_sqrt(q2), distance)
+    return joint._replace(q1=q1, q2=q2, cov=cov)
 
 
 class AbstractSmooth(AbstractActivation):
@@ -50,9 +48,9 @@ class AbstractSmooth(AbstractActivation):
     def variance(self, q: Array) -> Array:
         return self.moments(joint_from_minus(q, q, jnp.zeros_like(q)))[0]
 
-    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Array, Array, Array]:
+    def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Joint, Array]:
         cov, slope = self.moments(pair)
-        return cov, gap_after(pair, q1, q2, cov, self.lipschitz), slope
+        return smooth_joint(pair, q1, q2, cov, self.lipschitz), slope
 
 
 def _determinant(pair: Joint, scale: float) -> Array:

@@ -40,6 +40,7 @@ class ImagePairs:
     band: Band
     spec: Spec
     is_self: bool = False
+    pixels: tuple[Array, Array] | None = None  # the inputs themselves, before any layer
 
     @property
     def first(self) -> Array:
@@ -51,7 +52,8 @@ class ImagePairs:
 
     @property
     def joint(self) -> Joint:
-        return joint_from_distance(self.first, self.second, self.distance)
+        r1, r2 = at_first(safe_sqrt(self.q1)), at_second(safe_sqrt(self.q2), self.band)
+        return joint_from_distance(r1, r2, self.distance)
 
     @property
     def cov(self) -> Array:
@@ -140,7 +142,13 @@ def _refine(
 def images(
     x1: Array, x2: Array, q1: Array, q2: Array, band: Band, spec: Spec, is_self: bool
 ) -> ImagePairs:
-    """Input distances of `(C, H, W, n1, 1)` and `(C, H, W, 1, n2)`, or of both `(.., n, 1)`."""
+    """Input kernel of `(C, H, W, n1, 1)` and `(C, H, W, 1, n2)`, or of both `(.., n, 1)`."""
+    distance = pixel_distances(x1, x2, band)
+    return ImagePairs(q1, q2, distance, None, band, spec, is_self, (x1, x2))
+
+
+def pixel_distances(x1: Array, x2: Array, band: Band) -> Array:
+    """Squared distances of pixels, averaged over channels; outside the image pixels are 0."""
 
     def add(total: Array, pixels: tuple[Array, Array]) -> tuple[Array, None]:
         return total + (at_first(pixels[0]) - at_second(pixels[1], band)) ** 2, None
@@ -151,5 +159,4 @@ def images(
             total, _ = add(total, (x1[c], x2[c]))
     else:
         total, _ = lax.scan(add, total, (x1[1:], x2[1:]))
-    distance = total / x1.shape[0]
-    return settle(ImagePairs(q1, q2, distance, None, band, spec, is_self))
+    return total / x1.shape[0]

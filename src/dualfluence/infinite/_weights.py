@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from ._gap import add_joints, joint_from_minus
 from ._spec import AbstractLayer, Band, Spec
-from ._states import ImagePairs, VectorPairs, settle
+from ._states import ImagePairs, VectorPairs, pixel_distances, settle
 from ._windows import (
     at_first,
     at_second,
@@ -30,7 +30,7 @@ Padding = Literal["SAME", "VALID", "CIRCULAR"]
 def _new_ntk(
     layer: "Dense | Conv", cov_in: Array, cov_out: Array, ntk: Array | None, fan_in: int
 ) -> Array:
-    r"""$\Theta' = K' + W^2\Theta$, or $(d/s_0)K + W^2\Theta + 1$ in the standard parameterization."""
+    r"""$\Theta' = K' + W^2\Theta$; standard: $(d/s_0)K + W^2\Theta + 1$."""
     if layer.parameterization == "ntk":
         own = cov_out
     else:
@@ -120,7 +120,12 @@ class Dense(AbstractLayer):
         fan_in, spec = _fan_in(self, state.spec), self.out_spec(state.spec)
         if isinstance(state, ImagePairs):
             new = replace(
-                state, q1=rec1[0], q2=rec2[0], distance=self.W_std**2 * state.distance, spec=spec
+                state,
+                q1=rec1[0],
+                q2=rec2[0],
+                distance=self.W_std**2 * state.distance,
+                spec=spec,
+                pixels=None,
             )
             return replace(new, ntk=_new_ntk(self, state.cov, new.cov, state.ntk, fan_in))
         old, w2 = state.joint, self.W_std**2
@@ -199,6 +204,9 @@ class Conv(AbstractLayer):
         first = at_first(self._mean_pixels(state.q1))
         second = at_second(self._mean_pixels(state.q2), band)
         cov_in = (first + second - distance) / 2
+        if ntk is None and self.parameterization == "ntk":
+            new = settle(new)  # the NTK is the covariance, which is cheaper read than stored
+            return replace(new, ntk=new.cov)
         return settle(replace(new, ntk=_new_ntk(self, cov_in, new.cov, ntk, fan_in)))
 
     def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
@@ -224,6 +232,9 @@ def padded(
     """Distances and NTK on the padded image: a padded pixel is the constant 0."""
     pads, _ = pads_and_sizes(state.spec.shape, window, strides, padding)
     wrap = padding == "CIRCULAR"
+    if state.pixels is not None and not wrap:
+        first, second = (jax.vmap(lambda x: pad_pixels(x, pads, False))(x) for x in state.pixels)
+        return pixel_distances(first, second, state.band), None
     distance = pad_pairs(state.distance, pads, state.band, wrap)
     ntk = None if state.ntk is None else pad_pairs(state.ntk, pads, state.band, wrap)
     if wrap:
