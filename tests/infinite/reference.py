@@ -58,6 +58,7 @@ def _layer(name: str, args: dict[str, Any]) -> Any:
         for k in ("n_chan_out", "n_chan_key", "n_chan_val", "n_heads"):
             a.pop(k, None)
         a["mechanism"] = a["mechanism"].lower()
+        a.pop("pos_emb_type", None)
         a["scaling"] = "linear" if a.pop("linear_scaling") else "sqrt"
     if name in ("AvgPool", "SumPool"):
         a.setdefault("strides", (1, 1))

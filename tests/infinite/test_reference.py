@@ -14,7 +14,7 @@ NAMES = [n for n in NUMBERS.nets if not any(s in n for s in SKIPPED)]
 LOSES_DIAGONAL = ("relu", "abs", "sign", "layernorm_dense", "residual_dense", "dropout")
 KINDS = ("nngp", "ntk")
 # The tests compile some seventy networks to run each once: do not optimise the machine code.
-QUICK = {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": "true"}
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def kernels(name: str, dtype=np.float64) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -23,10 +23,14 @@ def kernels(name: str, dtype=np.float64) -> dict[str, tuple[np.ndarray, np.ndarr
     x1, x2 = (x.astype(dtype) for x in NUMBERS.inputs(name))
     x = jnp.concatenate([x1, x2])
     both = jax.jit(lambda x: net.kernel_block(x, x, "both"), compiler_options=QUICK)(x)
-    return {k: (np.asarray(v)[:6, 6:], np.asarray(v)[:6, :6]) for k, v in zip(KINDS, both, strict=True)}
+    return {
+        k: (np.asarray(v)[:6, 6:], np.asarray(v)[:6, :6]) for k, v in zip(KINDS, both, strict=True)
+    }
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if "32x32" not in n and "dropout_train" not in n])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if "32x32" not in n and "dropout_train" not in n]
+)
 def test_agrees_with_neural_tangents_and_with_50_digits(name):
     got = kernels(name)
     for kind in KINDS:
@@ -37,7 +41,7 @@ def test_agrees_with_neural_tangents_and_with_50_digits(name):
             off = ~np.eye(6, dtype=bool)
             np.testing.assert_allclose(got11[off], want11[off], rtol=1e-10)
             # 1e-6 where the reference itself is 5e-8 wrong; Sign is 1e-4 wrong there.
-            loses = any(s in name for s in LOSES_DIAGONAL) and "_fcnn" in name or "_dense" in name
+            loses = (any(s in name for s in LOSES_DIAGONAL) and "_fcnn" in name) or "_dense" in name
             rtol = 1e-3 if "sign" in name else 1e-6 if loses else 1e-10
             np.testing.assert_allclose(np.diag(got11), np.diag(want11), rtol=rtol)
         if f"{name}/{kind}_x1x2" in NUMBERS.exact:

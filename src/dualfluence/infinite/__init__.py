@@ -1,5 +1,6 @@
 """Analytic kernels (NNGP and NTK) of infinitely wide networks."""
 
+from ._attention import GlobalSelfAttention as GlobalSelfAttention
 from ._branches import add as add
 from ._branches import residual as residual
 from ._network import Network as Network
