@@ -4,6 +4,7 @@ In flow order: linearise a model, fit it, edit its training set, read out what c
 """
 
 from . import datasets as datasets
+from . import infinite as infinite
 from . import kernels as kernels
 from . import losses as losses
 from . import metrics as metrics

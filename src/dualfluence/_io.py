@@ -59,7 +59,7 @@ def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
         "sha256": {name: _digest(array) for name, array in arrays.items()},
     }
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    write_atomically(Path(path), lambda file: np.savez(file, **arrays))
+    write_atomically(Path(path), lambda file: np.savez(file, allow_pickle=False, **arrays))
 
 
 def load(
