@@ -18,16 +18,18 @@ from ._fitted import (
     OnFailure,
     check_outcome,
     default_rtol,
+    default_tolerance,
     make_problem,
+    make_stats,
 )
 from ._kernel_checks import check_kernel
 from ._linearize import Linearized
 from ._memory import memory_budget
-from ._models import FORMS, AbstractSource, NetworkSource, as_source
+from ._models import FORMS, AbstractSource, NetworkSource, as_source, pull_back
 from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise
 from ._problem import State
 from ._progress import ProgressFn
-from ._readout import Reference, apply_network
+from ._readout import Reference, outputs_at
 from ._trees import tree_norm
 from .losses import AbstractLoss
 from .operators import AbstractKernelOperator, MatrixFreeOperator
@@ -119,17 +121,8 @@ def fit(
     # A fresh product with K, so that no drift of the running sum enters later edits.
     state = State(point.state.alpha, _mv(op, point.state.alpha))
     point = inspect_jit(op, problem, state, diagonal)
-    stats = Stats(
-        steps=facts["steps"],
-        iterations=facts["iterations"],
-        products=facts["products"] + 2,
-        converged=facts["converged"],
-        residual=facts["residual"],
-        seconds=clock.stop(point),
-        solver=picked.solver.describe(op),
-        reason=picked.reason,
-        notes=notes,
-    )
+    facts["products"] += 2
+    stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
     check_outcome(stats, on_failure, "fit", point.certificate)
     return Fitted(
         source=source,
@@ -192,8 +185,8 @@ def from_trained(
     data, op, _, notes = _prepare(source, x, y, loss, ridge, weights, None, form, progress)
     theta, theta_0 = model.split(trained_params)[0], model.split(model.params)[0]
     change = jax.tree.map(jnp.subtract, theta, theta_0)
-    linear_outputs = _linear_outputs(model, data.x, change)
-    outputs = linear_outputs if linearised else apply_network(model, trained_params, data.x)
+    linear_outputs = outputs_at(model, trained_params, data.x, linearised=True)
+    outputs = outputs_at(model, trained_params, data.x, linearised)
     check_finite("from_trained outputs", outputs)
     gradient_model = model if linearised else replace(model, params=trained_params)
     w = jnp.asarray(data.weights, outputs.dtype)[:, None]
@@ -234,11 +227,6 @@ def from_trained(
         stats=stats,
         fidelity=fidelity,
     )
-
-
-def default_tolerance(dtype: Any) -> float:
-    """Relative certified distance that a fit aims for."""
-    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
 def _prepare(
@@ -356,9 +344,9 @@ def _fidelity(
     linear_outputs: Array,
     ridge: float,
 ) -> Fidelity:
-    gradient = jax.tree.map(lambda a, b: a + ridge * b, _pull(gradient_model, x, g), change)
-    gap = jax.tree.map(jnp.subtract, change, _pull(model, x, alpha))
-    base = apply_network(model, model.params, x)
+    gradient = jax.tree.map(lambda a, b: a + ridge * b, pull_back(gradient_model, x, g), change)
+    gap = jax.tree.map(jnp.subtract, change, pull_back(model, x, alpha))
+    base = outputs_at(model, model.params, x, linearised=False)
     moved = float(jnp.linalg.norm(linear_outputs - base))
     return Fidelity(
         gradient_norm=float(tree_norm(gradient)),
@@ -375,13 +363,3 @@ def _mv(op: AbstractKernelOperator, v: Array) -> Array:
 @eqx.filter_jit
 def _diagonal(op: AbstractKernelOperator) -> Array:
     return op.diagonal()
-
-
-@eqx.filter_jit
-def _pull(model: Linearized, x: Array, v: Array) -> PyTree:
-    return model.vjp(x, v)
-
-
-@eqx.filter_jit
-def _linear_outputs(model: Linearized, x: Array, change: PyTree) -> Array:
-    return model.base_outputs(x) + model.jvp(x, change)

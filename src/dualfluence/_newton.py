@@ -207,10 +207,11 @@ def minimise(
     tolerances: Tolerances,
     what: str,
     progress: bool | ProgressFn,
+    loosest: float = 0.1,
 ) -> tuple[Point, dict[str, Any]]:
     """Damped Newton from `point` until a tolerance on the certificate or `max_steps`.
 
-    Early steps solve loosely, later ones to `rtol`: the inner tolerance follows the gradient down.
+    Early steps solve to `loosest`, later ones to `rtol`: the inner tolerance follows the gradient.
     Stops as well when the gradient no longer falls, i.e. at the floor that rounding sets.
     """
     check_finite_point(point, what)
@@ -224,7 +225,7 @@ def minimise(
         while steps < tolerances.max_steps and stalled < STALLED_STEPS:
             if tolerances.met(best.certificate) or tolerances.floor(best.certificate):
                 break
-            loose = 0.1 * min(1.0, float(point.certificate.gradient_norm) / max(first, 1e-300))
+            loose = loosest * min(1.0, float(point.certificate.gradient_norm) / max(first, 1e-300))
             step_rtol = jnp.asarray(max(rtol, loose), dtype)
             point, report = newton_step(
                 op, problem, point, diagonal, solver, preconditioner, step_rtol, True
