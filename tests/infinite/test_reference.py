@@ -49,7 +49,9 @@ def test_agrees_with_neural_tangents_and_with_50_digits(name):
             off = ~np.eye(6, dtype=bool)
             np.testing.assert_allclose(got11[off], want11[off], rtol=1e-10)
             # 1e-6 where the reference itself is 5e-8 wrong; Sign is 1e-4 wrong there.
+            # It loses them in convolutions without pooling too: 3e-9 was measured.
             loses = (any(s in name for s in LOSES_DIAGONAL) and "_fcnn" in name) or "_dense" in name
+            loses = loses or "stride2_flatten" in name
             rtol = 1e-3 if "sign" in name else 1e-6 if loses else 1e-10
             np.testing.assert_allclose(np.diag(got11), np.diag(want11), rtol=rtol)
         if f"{name}/{kind}_x1x2" in NUMBERS.exact:
