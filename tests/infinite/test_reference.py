@@ -15,6 +15,14 @@ LOSES_DIAGONAL = ("relu", "abs", "sign", "layernorm_dense", "residual_dense", "d
 KINDS = ("nngp", "ntk")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """Seventy networks are compiled to run once each: do not optimise them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def kernels(name: str, dtype=np.float64) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Both kernels, x1 against x2 and x1 against itself, from one compilation."""
     net = reference.build(NUMBERS.nets[name]["layers"])
