@@ -26,6 +26,7 @@ from ._linearize import linearize as linearize
 from ._models import PrecomputedKernel as PrecomputedKernel
 from ._newton import NotConverged as NotConverged
 from ._problem import Certificate as Certificate
+from ._version import __version__ as __version__
 from .losses import Convex as Convex
 from .losses import Logistic as Logistic
 from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy

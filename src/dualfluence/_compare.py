@@ -4,7 +4,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from ._edits import Remove
 from ._fit import fit
 from ._linearize import Linearized, linearize
 from ._readout import outputs_at
+from ._version import __version__
 from .datasets import Dataset
 from .losses import SoftmaxCrossEntropy
 from .solvers import PaperCG
@@ -59,7 +59,7 @@ def describe_machine() -> dict[str, Any]:
         "host": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "dualfluence": version("dualfluence"),
+        "dualfluence": __version__,
         "matmul_precision": "highest",
     }
 
