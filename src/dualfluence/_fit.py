@@ -190,7 +190,7 @@ def from_trained(
     check_finite("from_trained outputs", outputs)
     gradient_model = model if linearised else replace(model, params=trained_params)
     w = jnp.asarray(data.weights, outputs.dtype)[:, None]
-    g = w * loss.grad(outputs, jnp.asarray(data.targets))
+    g = w * loss.grad(outputs, data.targets)
     alpha = -g / float(ridge)
     state = State(alpha, _mv(op, alpha))
     offset = outputs - state.k_alpha
@@ -277,7 +277,7 @@ def _prepare(
     check_finite("weights", samples)
     if (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("fit: weights must be non-negative with a positive sum.")
-    data = TrainingSet(features, np.asarray(targets), samples)
+    data = TrainingSet(features, targets, samples)
     return data, op, base, (f"kernel {checked}", *note)
 
 

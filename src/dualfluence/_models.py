@@ -214,3 +214,10 @@ def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
 def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
     """`J(x)ᵀ v`, compiled once per shape."""
     return model.vjp(x, v)
+
+
+@eqx.filter_jit
+def moved_params(model: Linearized, params: PyTree, x: Array, v: Array) -> PyTree:
+    """`θ + J(x)ᵀ v` in one compiled program; leaves that are not trainable stay."""
+    theta, frozen = model.split(params)
+    return eqx.combine(jax.tree.map(jnp.add, theta, model.vjp(x, v)), frozen)

@@ -3,14 +3,13 @@
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_finite
 from ._edits import TrainingSet
 from ._linearize import Linearized
-from ._models import AbstractSource, NetworkSource, pull_back
+from ._models import AbstractSource, NetworkSource, moved_params
 from ._problem import State
 
 
@@ -61,9 +60,7 @@ class DualModel(eqx.Module):
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
         network = self.network
         base = network.params if self.reference is None else self.reference.params
-        theta, frozen = network.split(base)
-        step = pull_back(network, self.x, self.moved_alpha())
-        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+        return moved_params(network, base, self.x, self.moved_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
