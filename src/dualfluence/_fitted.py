@@ -1,10 +1,10 @@
 """A fitted model and its edits."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -40,7 +40,8 @@ MAX_STEPS = 100
 OnFailure = Literal["raise", "report"]
 
 
-class Fidelity(eqx.Module):
+@dataclass(frozen=True)
+class Fidelity:
     """How far a network that the user trained is from what the dual equation assumes.
 
     - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
@@ -53,6 +54,7 @@ class Fidelity(eqx.Module):
     output_gap: float
 
 
+@dataclass(frozen=True, eq=False)
 class Fitted(DualModel):
     """A model at (or near) the optimum of its training objective.
 
@@ -60,14 +62,14 @@ class Fitted(DualModel):
     """
 
     loss: AbstractLoss
-    ridge: float = eqx.field(static=True)
+    ridge: float
     kernel_op: AbstractKernelOperator
     offset: Float[Array, "n c"]
     kernel_diagonal: Float[Array, "n c"]
     preconditioner: AbstractPreconditioner
     certificate: Certificate
-    stats: Stats = eqx.field(static=True)
-    fidelity: Fidelity | None = eqx.field(static=True, default=None)
+    stats: Stats
+    fidelity: Fidelity | None = None
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
@@ -195,7 +197,7 @@ class Fitted(DualModel):
         op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
         dtype = self.state.alpha.dtype
         if steps == 1 and until is None:
-            tol = jnp.asarray(rtol, dtype)
+            tol = jax.device_put(host_scalar(rtol, self.offset))
             point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
             report = StepReport.unpack(packed)
             check_report(report, dtype, "edit")
@@ -267,12 +269,13 @@ class Fitted(DualModel):
         save(self, path, include_kernel=include_kernel)
 
 
+@dataclass(frozen=True, eq=False)
 class Update(DualModel):
     """A model after an edit: dual variables, certificate, stats, and what changed."""
 
     before: Fitted
     certificate: Certificate
-    stats: Stats = eqx.field(static=True)
+    stats: Stats
 
     @property
     def delta_alpha(self) -> Float[Array, "n c"]:
@@ -343,9 +346,15 @@ def make_problem(
     data: TrainingSet, loss: AbstractLoss, ridge: float, offset: Float[Array, "n c"]
 ) -> Problem:
     """The objective's arrays, in the dtype of the outputs."""
-    dtype = offset.dtype
-    weights = jnp.asarray(data.weights, dtype)
-    return Problem(loss, data.targets, weights, jnp.asarray(ridge, dtype), offset)
+    weights, scalar = jax.device_put(
+        (data.weights.astype(offset.dtype), host_scalar(ridge, offset))
+    )
+    return Problem(loss, data.targets, weights, scalar, offset)
+
+
+def host_scalar(value: float, like: Array) -> np.ndarray:
+    """A number in the dtype of `like`, cast on the host: no kernel launch for it."""
+    return np.asarray(value, like.dtype)
 
 
 def make_stats(
