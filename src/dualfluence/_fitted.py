@@ -383,9 +383,11 @@ def _square(state: State) -> Float[Array, ""]:
 def check_outcome(stats: Stats, on_failure: OnFailure, what: str, cert: Certificate) -> None:
     if stats.converged or on_failure == "report":
         return
+    floor = float(cert.rounding / cert.ridge)
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{float(cert.distance_bound):.3g}. Try float64, a larger ridge, a looser tolerance or "
-        "more steps, or on_failure='report' to get the answer as it is."
+        f"{float(cert.distance_bound):.3g}, of which rounding in {cert.rounding.dtype} accounts for "
+        f"{floor:.3g}. Try float64, a larger ridge, a looser tolerance or more steps, or "
+        "on_failure='report' to get the answer as it is."
     )

@@ -98,14 +98,14 @@ def _demo_table(result: dict[str, Any]) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for o in result["outcomes"]:
         new = o["method"] == "retraining"
-        cert = "" if o["certificate"] is None else f"{100 * o['certificate']:.2g} %"
+        cert = "" if o["certificate"] is None else demonstration.percent(o["certificate"])
         if new and table.row_count:
             table.add_section()
         table.add_row(
             f"{o['percent']:g} %" if new else "",
             o["method"],
             f"{1000 * o['timing']['repeat']:.4g} ms",
-            f"{100 * o['error']:.2g} %",
+            demonstration.percent(o["error"]),
             cert,
             f"{o['forget_accuracy']:.3f}",
             f"{o['test_accuracy']:.3f}",
