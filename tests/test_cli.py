@@ -25,7 +25,7 @@ def test_bench_refuses_unknown_names(tmp_path):
 
 @pytest.fixture(scope="module")
 def result():
-    return run_demo(points=30, widths=(784, 16, 10), percentages=(10, 50))
+    return run_demo(points=30, widths=(784, 16, 10), percentages=(10.0, 50.0))
 
 
 def test_demo_compares_every_method_with_retraining(result):

@@ -9,7 +9,7 @@ from .. import datasets
 from .._compare import WARM_UP_RTOL, Comparison, Outcome, describe_machine, fully_connected
 
 WIDTHS = (784, 512, 512, 10)
-PERCENTAGES = (1, 10, 30, 50, 70, 90)
+PERCENTAGES = (1.0, 10.0, 30.0, 50.0, 70.0, 90.0)
 METHODS = (
     "retraining",
     "dual, one step",
@@ -25,7 +25,7 @@ def run_demo(
     points: int = 300,
     widths: tuple[int, ...] = WIDTHS,
     ridge: float = 1e-2,
-    percentages: tuple[int, ...] = PERCENTAGES,
+    percentages: tuple[float, ...] = PERCENTAGES,
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
