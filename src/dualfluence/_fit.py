@@ -1,5 +1,6 @@
 """Fitting: damped Newton from `α = 0`, or taking over a network that the user trained."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -7,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._checks import check_finite, check_ridge, check_rows
@@ -21,15 +23,17 @@ from ._fitted import (
     make_problem,
 )
 from ._kernel_checks import check_kernel
+from ._layout import Device, as_mesh
 from ._linearize import Linearized
 from ._memory import memory_budget
 from ._models import FORMS, AbstractSource, NetworkSource, as_source
-from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise
+from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise, op_diagonal, op_mv
+from ._placement import ShardedSource
 from ._problem import State
 from ._progress import ProgressFn
 from ._readout import Reference, apply_network
 from .losses import AbstractLoss
-from .operators import AbstractKernelOperator, MatrixFreeOperator
+from .operators import AbstractKernelOperator, MatrixFreeOperator, ShardedMatrixFreeOperator
 from .solvers import (
     CG,
     AbstractDualSolver,
@@ -53,6 +57,7 @@ def fit(
     weights: Any = None,
     num_outputs: int | None = None,
     form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
     solver: AbstractDualSolver | Auto | None = None,
     tolerance: float | None = None,
     rtol: float | None = None,
@@ -78,6 +83,8 @@ def fit(
     - `weights`: sample weights `s`, 1 by default.
     - `num_outputs`: `c`, when neither model nor targets tell.
     - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
+    - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
+      array. Under `jax.distributed`, call this in every process with the same data.
     - `solver`: `Auto()` by default.
     - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
     - `rtol`: relative residual of the last linear solves.
@@ -88,15 +95,15 @@ def fit(
     **Returns:** `Fitted`.
     """
     clock = Clock()
-    source = as_source(model)
+    source = _placed(as_source(model), mesh)
     setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress)
     data, op, offset, notes = setup
     solver = solver or Auto()
     picked = resolve(solver, op)
     preconditioner = _preconditioner(op, picked.solver, rank, key)
-    diagonal = _diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset)
-    zero = jnp.zeros_like(offset)
+    diagonal = op_diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
+    zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
     start = inspect_jit(op, problem, State(zero, zero), diagonal)
     dtype = offset.dtype
     limit = default_tolerance(dtype) if tolerance is None else tolerance
@@ -116,7 +123,7 @@ def fit(
         facts["converged"] = True
         notes += (f"stopped at the rounding floor of {dtype}, short of tolerance {limit:.1e}",)
     # A fresh product with K, so that no drift of the running sum enters later edits.
-    state = State(point.state.alpha, _mv(op, point.state.alpha))
+    state = State(point.state.alpha, op_mv(op, point.state.alpha))
     point = inspect_jit(op, problem, state, diagonal)
     stats = Stats(
         steps=facts["steps"],
@@ -158,6 +165,7 @@ def from_trained(
     tangent: Literal["initial", "trained"] = "initial",
     linearised: bool = False,
     form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
     rank: int | None = None,
     key: PRNGKeyArray | None = None,
     progress: bool | ProgressFn = True,
@@ -187,7 +195,7 @@ def from_trained(
         )
     clock = Clock()
     tangent_model = replace(model, params=trained_params) if tangent == "trained" else model
-    source = NetworkSource(tangent_model)
+    source = _placed(NetworkSource(tangent_model), mesh)
     data, op, _, notes = _prepare(source, x, y, loss, ridge, weights, None, form, progress)
     theta, theta_0 = model.split(trained_params)[0], model.split(model.params)[0]
     change = jax.tree.map(jnp.subtract, theta, theta_0)
@@ -198,13 +206,14 @@ def from_trained(
     w = jnp.asarray(data.weights, outputs.dtype)[:, None]
     g = w * loss.grad(outputs, jnp.asarray(data.targets))
     alpha = -g / float(ridge)
-    state = State(alpha, _mv(op, alpha))
-    offset = outputs - state.k_alpha
+    placed = op.layout.place(alpha)
+    state = State(placed, op_mv(op, placed))
+    offset = op.layout.place(outputs, "last") - state.k_alpha
     fidelity = _fidelity(
         model, gradient_model, data.x, g, alpha, change, outputs, linear_outputs, ridge
     )
-    diagonal = _diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset)
+    diagonal = op_diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
     point = inspect_jit(op, problem, state, diagonal)
     picked = resolve(Auto(), op)
     stats = Stats(
@@ -222,7 +231,7 @@ def from_trained(
         source=source,
         data=data,
         state=state,
-        reference=Reference(trained_params, alpha, linearised),
+        reference=Reference(trained_params, op.layout.points(placed), linearised),
         loss=loss,
         ridge=float(ridge),
         kernel_op=op,
@@ -265,8 +274,8 @@ def _prepare(
         raise ValueError(f"fit: x needs at least one point on axis 0, got shape {features.shape}.")
     check_finite("x", features)
     check_rows("y", np.asarray(y) if not hasattr(y, "ndim") else y, features.shape[0], "point of x")
-    if isinstance(source, NetworkSource):
-        _check_linear(source.model, features)
+    if source.network is not None:
+        _check_linear(source.network, features)
     base = source.base_outputs(features, num_outputs)
     if base is not None:
         check_finite("outputs of apply_fn", base)
@@ -289,15 +298,20 @@ def _prepare(
     if (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("fit: weights must be non-negative with a positive sum.")
     data = TrainingSet(features, np.asarray(targets), samples)
-    return data, op, base, (f"kernel {checked}", *note)
+    return data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note)
+
+
+def _placed(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> AbstractSource:
+    return source if mesh is None else ShardedSource(source, as_mesh(mesh))
 
 
 def _choose_form(
     source: AbstractSource, form: str, size: int, dtype: Any
 ) -> tuple[str, tuple[str, ...]]:
-    if form != "auto" or not isinstance(source, NetworkSource):
+    if form != "auto" or source.network is None:
         return form, ()
-    needed, budget = size * size * jnp.dtype(dtype).itemsize, memory_budget()
+    devices = source.mesh.size if isinstance(source, ShardedSource) else 1
+    needed, budget = size * size * jnp.dtype(dtype).itemsize, devices * memory_budget()
     if needed <= budget:
         return "dense", ()
     note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
@@ -312,7 +326,8 @@ def _preconditioner(
 ) -> AbstractPreconditioner:
     size = op.num_points * op.num_outputs
     if rank is None:
-        wanted = isinstance(solver, CG) and not isinstance(op, MatrixFreeOperator)
+        entries = not isinstance(op, (MatrixFreeOperator, ShardedMatrixFreeOperator))
+        wanted = isinstance(solver, CG) and entries
         rank = min(DEFAULT_RANK, size // 8) if wanted else 0
     if rank == 0:
         return NoPreconditioner()
@@ -368,16 +383,6 @@ def _fidelity(
 
 def _norm(tree: PyTree) -> float:
     return float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))))
-
-
-@eqx.filter_jit
-def _mv(op: AbstractKernelOperator, v: Array) -> Array:
-    return op.mv(v)
-
-
-@eqx.filter_jit
-def _diagonal(op: AbstractKernelOperator) -> Array:
-    return op.diagonal()
 
 
 @eqx.filter_jit

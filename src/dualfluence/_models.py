@@ -26,6 +26,20 @@ FORMS = ("auto", "dense", "matrix-free")
 class AbstractSource(eqx.Module):
     """Where `K` comes from: base outputs, the operator on training points, products with queries."""
 
+    @property
+    def network(self) -> Linearized | None:
+        """The linearised network behind the kernel, if there is one."""
+        return None
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel entries.")
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        """`J(x)ᵀ v`, for a network."""
+        assert self.network is not None
+        return pull_back(self.network, x, v)
+
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
         """`f₀(x)`, or `None` for zero outputs of a width that the targets decide."""
@@ -53,6 +67,13 @@ class NetworkSource(AbstractSource):
     """A linearised network; queries go through `J(x_q)(Jᵀv)`, so no cross kernel is ever formed."""
 
     model: Linearized
+
+    @property
+    def network(self) -> Linearized:
+        return self.model
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        return self.model.kernel(x1, x2, progress=progress)
 
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
         self.model.apply_shape(x)
@@ -88,7 +109,7 @@ class KernelSource(AbstractSource):
     kernel: Any
     takes_none: bool = eqx.field(static=True)
 
-    def block(self, x1: Array, x2: Array | None, progress: bool | ProgressFn) -> Array:
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         if self.takes_none:
             return self.kernel(x1, x2, progress=progress)
         return jnp.asarray(self.kernel(x1, x1 if x2 is None else x2))

@@ -1,5 +1,6 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
+import abc
 from typing import Any
 
 import equinox as eqx
@@ -9,8 +10,9 @@ from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_finite
 from ._edits import TrainingSet
+from ._layout import Layout
 from ._linearize import Linearized
-from ._models import AbstractSource, NetworkSource, pull_back
+from ._models import AbstractSource
 from ._problem import State
 
 
@@ -36,19 +38,24 @@ class DualModel(eqx.Module):
         return self.data.x
 
     @property
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Which rows of `state` are training points, and where they live."""
+
+    @property
     def alpha(self) -> Float[Array, "n c"]:
         """Dual variables, one row per training point."""
-        return self.state.alpha
+        return self.layout.points(self.state.alpha)
 
     @property
     def network(self) -> Linearized:
         """The linearised network, or an error for a kernel without parameters."""
-        if not isinstance(self.source, NetworkSource):
+        if self.source.network is None:
             raise TypeError(
                 "params: this model is a kernel without parameters (infinitely wide, or your own "
                 "kernel). Read out predictions instead, or use linearize for a finite network."
             )
-        return self.source.model
+        return self.source.network
 
     def moved_alpha(self) -> Float[Array, "n c"]:
         """`α`, or `α − α_ref` for a network trained by the user."""
@@ -62,7 +69,7 @@ class DualModel(eqx.Module):
         network = self.network
         base = network.params if self.reference is None else self.reference.params
         theta, frozen = network.split(base)
-        step = pull_back(network, self.x, self.moved_alpha())
+        step = self.source.pull_back(self.x, self.moved_alpha())
         return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:

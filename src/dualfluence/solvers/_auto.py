@@ -28,6 +28,9 @@ class Auto(eqx.Module):
     def choose(self, op: AbstractKernelOperator) -> Choice:
         """The solver for this operator."""
         n, c = op.num_points, op.num_outputs
+        if op.layout.sharding is not None:
+            devices = op.layout.num_devices
+            return Choice(CG(), f"rows on {devices} devices: CG, as a factor would gather K")
         if isinstance(op, LowRankOperator):
             return Choice(Cholesky(), f"low rank {op.features.shape[2]}: Woodbury on that side")
         size, what = (n, "n") if isinstance(op, KroneckerOperator) else (n * c, "n·c")
@@ -40,4 +43,9 @@ def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> 
     """`Auto` resolved, anything else as asked."""
     if isinstance(solver, Auto):
         return solver.choose(op)
+    if isinstance(solver, Cholesky) and op.layout.sharding is not None:
+        raise ValueError(
+            f"Cholesky: the rows of K are on {op.layout.num_devices} devices, and a factor would "
+            "gather them in one place. Use CG() or Auto(), or fit without mesh."
+        )
     return Choice(solver, "asked for")
