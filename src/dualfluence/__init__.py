@@ -8,6 +8,7 @@ from . import kernels as kernels
 from . import losses as losses
 from . import operators as operators
 from . import solvers as solvers
+from . import store as store
 from ._edits import Add as Add
 from ._edits import Relabel as Relabel
 from ._edits import Remove as Remove

@@ -58,6 +58,7 @@ def fit(
     num_outputs: int | None = None,
     form: str = "auto",
     mesh: Mesh | Sequence[Device] | None = None,
+    kernel_op: AbstractKernelOperator | None = None,
     solver: AbstractDualSolver | Auto | None = None,
     tolerance: float | None = None,
     rtol: float | None = None,
@@ -85,6 +86,8 @@ def fit(
     - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.
+    - `kernel_op`: `K` on these points, if you have it: `store.build(...).operator()` for one on
+      disk, `low_rank(...)`, or any operator. `model` then serves base outputs and queries.
     - `solver`: `Auto()` by default.
     - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
     - `rtol`: relative residual of the last linear solves.
@@ -96,7 +99,7 @@ def fit(
     """
     clock = Clock()
     source = _placed(as_source(model), mesh)
-    setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress)
+    setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
     data, op, offset, notes = setup
     solver = solver or Auto()
     picked = resolve(solver, op)
@@ -259,6 +262,7 @@ def _prepare(
     num_outputs: int | None,
     form: str,
     progress: bool | ProgressFn,
+    op: AbstractKernelOperator | None = None,
 ) -> tuple[TrainingSet, AbstractKernelOperator, Array, tuple[str, ...]]:
     """Checked training set, operator and base outputs."""
     check_ridge(ridge)
@@ -284,8 +288,15 @@ def _prepare(
     targets = loss.prepare_targets(y, num_outputs, dtype)
     if num_outputs is None:
         num_outputs = targets.shape[1] if targets.ndim == 2 else 1
-    form, note = _choose_form(source, form, features.shape[0] * num_outputs, dtype)
-    op = source.operator(features, num_outputs, form=form, progress=progress)
+    note: tuple[str, ...] = ()
+    if op is None:
+        form, note = _choose_form(source, form, features.shape[0] * num_outputs, dtype)
+        op = source.operator(features, num_outputs, form=form, progress=progress)
+    elif (op.layout.num_points, op.num_outputs) != (features.shape[0], num_outputs):
+        raise ValueError(
+            f"fit: kernel_op is for {op.layout.num_points} points with {op.num_outputs} outputs, but "
+            f"there are {features.shape[0]} points with {num_outputs}."
+        )
     checked = check_kernel(op)
     if base is None:
         base = jnp.zeros((features.shape[0], num_outputs), op.dtype)

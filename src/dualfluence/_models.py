@@ -14,6 +14,7 @@ from ._linearize import Linearized
 from ._progress import ProgressFn
 from .operators import (
     AbstractKernelOperator,
+    BorderedOperator,
     DenseOperator,
     KroneckerOperator,
     LowRankOperator,
@@ -197,8 +198,10 @@ def bordered(op: AbstractKernelOperator, cross: Array, corner: Array) -> Abstrac
     """`[[K, cross], [crossᵀ, corner]]` in the structure of `op`."""
     if isinstance(op, KroneckerOperator):
         return KroneckerOperator(_border(op.matrix, cross, corner), op.num_outputs, op.precision)
-    assert isinstance(op, DenseOperator)
-    m = corner.shape[0] * op.num_outputs
+    m = corner.shape[0] * (1 if corner.ndim == 2 else op.num_outputs)
+    if not isinstance(op, DenseOperator):
+        square = operator_from_array(corner, corner.shape[0], op.num_outputs)
+        return BorderedOperator(op, jnp.asarray(cross).reshape(-1, m), square)
     flat = _border(op.matrix, cross.reshape(-1, m), corner.reshape(m, m))
     return DenseOperator(flat, op.num_outputs, op.precision)
 

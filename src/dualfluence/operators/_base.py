@@ -41,6 +41,11 @@ class AbstractKernelOperator(eqx.Module):
         """Which rows are points, and where rows live."""
         return whole(self.num_points)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether the entries of `K`, if it has any, are in memory rather than on disk."""
+        return True
+
     @abc.abstractmethod
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         """`K v`."""

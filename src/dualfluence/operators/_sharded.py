@@ -143,6 +143,10 @@ class BorderedOperator(AbstractKernelOperator):
         return Layout((*old.blocks, *new.blocks), old.sharding)
 
     @property
+    def in_memory(self) -> bool:
+        return self.op.in_memory
+
+    @property
     def num_outputs(self) -> int:
         return self.op.num_outputs
 

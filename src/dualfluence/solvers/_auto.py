@@ -31,6 +31,8 @@ class Auto(eqx.Module):
         if op.layout.sharding is not None:
             devices = op.layout.num_devices
             return Choice(CG(), f"rows on {devices} devices: CG, as a factor would gather K")
+        if not op.in_memory:
+            return Choice(CG(), "K is on disk: one pass over it per iteration")
         if isinstance(op, LowRankOperator):
             return Choice(Cholesky(), f"low rank {op.features.shape[2]}: Woodbury on that side")
         size, what = (n, "n") if isinstance(op, KroneckerOperator) else (n * c, "n·c")
