@@ -4,9 +4,12 @@ In flow order: linearise a model, fit it, edit its training set, read out what c
 """
 
 from . import datasets as datasets
+from . import infinite as infinite
 from . import kernels as kernels
 from . import losses as losses
+from . import metrics as metrics
 from . import operators as operators
+from . import primal as primal
 from . import solvers as solvers
 from . import store as store
 from ._edits import Add as Add
@@ -21,9 +24,11 @@ from ._fitted import Update as Update
 from ._io import load as load
 from ._linearize import Linearized as Linearized
 from ._linearize import linearize as linearize
+from ._low_rank import low_rank as low_rank
 from ._models import PrecomputedKernel as PrecomputedKernel
 from ._newton import NotConverged as NotConverged
 from ._problem import Certificate as Certificate
+from ._version import __version__ as __version__
 from .losses import Convex as Convex
 from .losses import Logistic as Logistic
 from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy

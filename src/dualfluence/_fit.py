@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -20,18 +20,22 @@ from ._fitted import (
     OnFailure,
     check_outcome,
     default_rtol,
+    default_tolerance,
     make_problem,
+    make_stats,
 )
 from ._kernel_checks import check_kernel
 from ._layout import Device, as_mesh
 from ._linearize import Linearized
+from ._low_rank import AbstractLowRankSource, nystrom
 from ._memory import memory_budget
-from ._models import FORMS, AbstractSource, NetworkSource, as_source
+from ._models import FORMS, AbstractSource, NetworkSource, as_source, pull_back
 from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise, op_diagonal, op_mv
 from ._placement import ShardedSource
 from ._problem import State
 from ._progress import ProgressFn
-from ._readout import Reference, apply_network
+from ._readout import Reference, outputs_at
+from ._trees import tree_norm
 from .losses import AbstractLoss
 from .operators import AbstractKernelOperator, MatrixFreeOperator, ShardedMatrixFreeOperator
 from .solvers import (
@@ -40,6 +44,7 @@ from .solvers import (
     AbstractPreconditioner,
     Auto,
     NoPreconditioner,
+    SpectralPreconditioner,
     resolve,
     spectral_preconditioner,
 )
@@ -103,7 +108,7 @@ def fit(
     data, op, offset, notes = setup
     solver = solver or Auto()
     picked = resolve(solver, op)
-    preconditioner = _preconditioner(op, picked.solver, rank, key)
+    preconditioner, sketched = _preconditioner(source, data.x, op, picked.solver, rank, key)
     diagonal = op_diagonal(op)
     problem = make_problem(data, loss, float(ridge), offset, op.layout)
     zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
@@ -128,17 +133,9 @@ def fit(
     # A fresh product with K, so that no drift of the running sum enters later edits.
     state = State(point.state.alpha, op_mv(op, point.state.alpha))
     point = inspect_jit(op, problem, state, diagonal)
-    stats = Stats(
-        steps=facts["steps"],
-        iterations=facts["iterations"],
-        products=facts["products"] + 2,
-        converged=facts["converged"],
-        residual=facts["residual"],
-        seconds=clock.stop(point),
-        solver=picked.solver.describe(op),
-        reason=picked.reason,
-        notes=notes,
-    )
+    facts["products"] += 2 + sketched.products
+    notes += sketched.notes
+    stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
     check_outcome(stats, on_failure, "fit", point.certificate)
     return Fitted(
         source=source,
@@ -202,8 +199,8 @@ def from_trained(
     data, op, _, notes = _prepare(source, x, y, loss, ridge, weights, None, form, progress)
     theta, theta_0 = model.split(trained_params)[0], model.split(model.params)[0]
     change = jax.tree.map(jnp.subtract, theta, theta_0)
-    linear_outputs = _linear_outputs(model, data.x, change)
-    outputs = linear_outputs if linearised else apply_network(model, trained_params, data.x)
+    linear_outputs = outputs_at(model, trained_params, data.x, linearised=True)
+    outputs = outputs_at(model, trained_params, data.x, linearised)
     check_finite("from_trained outputs", outputs)
     gradient_model = model if linearised else replace(model, params=trained_params)
     w = jnp.asarray(data.weights, outputs.dtype)[:, None]
@@ -219,16 +216,17 @@ def from_trained(
     problem = make_problem(data, loss, float(ridge), offset, op.layout)
     point = inspect_jit(op, problem, state, diagonal)
     picked = resolve(Auto(), op)
+    preconditioner, sketched = _preconditioner(source, data.x, op, picked.solver, rank, key)
     stats = Stats(
         steps=0,
         iterations=0,
-        products=2,
+        products=2 + sketched.products,
         converged=True,
         residual=0.0,
         seconds=clock.stop(point),
         solver="none",
         reason="trained by the user",
-        notes=notes,
+        notes=(*notes, *sketched.notes),
     )
     return Fitted(
         source=source,
@@ -240,16 +238,11 @@ def from_trained(
         kernel_op=op,
         offset=offset,
         kernel_diagonal=diagonal,
-        preconditioner=_preconditioner(op, picked.solver, rank, key),
+        preconditioner=preconditioner,
         certificate=point.certificate,
         stats=stats,
         fidelity=fidelity,
     )
-
-
-def default_tolerance(dtype: Any) -> float:
-    """Relative certified distance that a fit aims for."""
-    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
 def _prepare(
@@ -319,7 +312,7 @@ def _placed(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> Abs
 def _choose_form(
     source: AbstractSource, form: str, size: int, dtype: Any
 ) -> tuple[str, tuple[str, ...]]:
-    if form != "auto" or source.network is None:
+    if form != "auto" or source.network is None or isinstance(source, AbstractLowRankSource):
         return form, ()
     devices = source.mesh.size if isinstance(source, ShardedSource) else 1
     needed, budget = size * size * jnp.dtype(dtype).itemsize, devices * memory_budget()
@@ -329,22 +322,39 @@ def _choose_form(
     return "matrix-free", (note,)
 
 
+class _Sketched(NamedTuple):
+    """What a preconditioner cost: products with `K`, and words."""
+
+    products: int = 0
+    notes: tuple[str, ...] = ()
+
+
 def _preconditioner(
+    source: AbstractSource,
+    x: Array,
     op: AbstractKernelOperator,
     solver: AbstractDualSolver,
     rank: int | None,
     key: PRNGKeyArray | None,
-) -> AbstractPreconditioner:
+) -> tuple[AbstractPreconditioner, _Sketched]:
+    """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
     size = op.num_points * op.num_outputs
+    on_devices = isinstance(op, ShardedMatrixFreeOperator)
     if rank is None:
-        entries = not isinstance(op, (MatrixFreeOperator, ShardedMatrixFreeOperator))
-        wanted = isinstance(solver, CG) and entries
-        rank = min(DEFAULT_RANK, size // 8) if wanted else 0
+        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not on_devices else 0
     if rank == 0:
-        return NoPreconditioner()
+        return NoPreconditioner(), _Sketched()
     if not 0 < rank <= size:
         raise ValueError(f"fit: rank must be in [0, n·c] = [0, {size}], got {rank}.")
-    return spectral_preconditioner(op, rank, jax.random.key(0) if key is None else key)
+    key = jax.random.key(0) if key is None else key
+    if isinstance(op, MatrixFreeOperator):
+        # A block product costs as much as `rank` products here; landmark columns are entries.
+        features = nystrom(source, x, rank, op.num_outputs, key).features(x)
+        note = f"preconditioner: {features.shape[2]} columns of K at landmarks"
+        return SpectralPreconditioner(features), _Sketched(0, (note,))
+    note = f"preconditioner: rank {rank} from {POWER_STEPS + 1} block products with K"
+    sketch = spectral_preconditioner(op, rank, key, POWER_STEPS)
+    return sketch, _Sketched(POWER_STEPS + 1, (note,))
 
 
 def _check_linear(model: Linearized, x: Array) -> None:
@@ -381,26 +391,12 @@ def _fidelity(
     linear_outputs: Array,
     ridge: float,
 ) -> Fidelity:
-    gradient = jax.tree.map(lambda a, b: a + ridge * b, _pull(gradient_model, x, g), change)
-    gap = jax.tree.map(jnp.subtract, change, _pull(model, x, alpha))
-    base = apply_network(model, model.params, x)
+    gradient = jax.tree.map(lambda a, b: a + ridge * b, pull_back(gradient_model, x, g), change)
+    gap = jax.tree.map(jnp.subtract, change, pull_back(model, x, alpha))
+    base = outputs_at(model, model.params, x, linearised=False)
     moved = float(jnp.linalg.norm(linear_outputs - base))
     return Fidelity(
-        gradient_norm=_norm(gradient),
-        parameter_gap=_norm(gap) / max(_norm(change), 1e-30),
+        gradient_norm=float(tree_norm(gradient)),
+        parameter_gap=float(tree_norm(gap)) / max(float(tree_norm(change)), 1e-30),
         output_gap=float(jnp.linalg.norm(outputs - linear_outputs)) / max(moved, 1e-30),
     )
-
-
-def _norm(tree: PyTree) -> float:
-    return float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))))
-
-
-@eqx.filter_jit
-def _pull(model: Linearized, x: Array, v: Array) -> PyTree:
-    return model.vjp(x, v)
-
-
-@eqx.filter_jit
-def _linear_outputs(model: Linearized, x: Array, change: PyTree) -> Array:
-    return model.base_outputs(x) + model.jvp(x, change)

@@ -134,23 +134,58 @@ class Fitted(DualModel):
             picked = resolve(solver or Auto(), base.kernel_op)
             choice, reason = picked.solver.describe(base.kernel_op), picked.reason
             point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
-        stats = Stats(
-            steps=facts["steps"],
-            iterations=facts["iterations"],
-            products=facts["products"],
-            converged=facts["converged"],
-            residual=facts["residual"],
-            seconds=clock.stop(point),
-            solver=choice,
-            reason=reason,
-        )
+        stats = make_stats(facts, clock.stop(point), choice, reason)
         check_outcome(stats, on_failure, "edit", point.certificate)
+        return base._updated(data, point, stats)
+
+    def retrain(
+        self,
+        edits: AbstractEdit | Sequence[AbstractEdit],
+        *,
+        solver: AbstractDualSolver | Auto | None = None,
+        tolerance: float | None = None,
+        on_failure: OnFailure = "raise",
+        progress: bool | ProgressFn = True,
+    ) -> "Update":
+        """The model trained from scratch (`α = 0`) on the edited set: the truth to compare with.
+
+        Reuses the kernel, nothing else. `tolerance` is on `certificate.relative_bound`, as in `fit`.
+        """
+        data = apply_edits(edits, self.data, self.loss, self.num_outputs)
+        clock = Clock()
+        base = self._extended(data, progress)
+        picked = resolve(solver or Auto(), base.kernel_op)
+        shape = (base.data.num_points, base.num_outputs)
+        zero = base.layout.place(np.zeros(shape, base.offset.dtype))
+        problem = base.problem(data)
+        start = inspect_jit(base.kernel_op, problem, State(zero, zero), base.kernel_diagonal)
+        limit = default_tolerance(zero.dtype) if tolerance is None else tolerance
+        point, facts = minimise(
+            base.kernel_op,
+            problem,
+            start,
+            base.kernel_diagonal,
+            solver=picked.solver,
+            preconditioner=base.preconditioner,
+            rtol=default_rtol(zero.dtype),
+            tolerances=Tolerances(None, limit, MAX_STEPS),
+            what="retrain",
+            progress=progress,
+        )
+        facts["converged"] = facts["converged"] or facts["at_floor"]
+        stats = make_stats(
+            facts, clock.stop(point), picked.solver.describe(base.kernel_op), picked.reason
+        )
+        check_outcome(stats, on_failure, "retrain", point.certificate)
+        return base._updated(data, point, stats)
+
+    def _updated(self, data: TrainingSet, point: Point, stats: Stats) -> "Update":
         return Update(
             source=self.source,
             data=data,
             state=point.state,
             reference=self.reference,
-            before=base,
+            before=self,
             certificate=point.certificate,
             stats=stats,
         )
@@ -192,6 +227,8 @@ class Fitted(DualModel):
             tolerances=tolerances,
             what="edit",
             progress=progress,
+            # Who counts steps wants each of them solved; who wants a distance wants it soon.
+            loosest=rtol if until is None else 0.1,
         )
         if until is None:
             facts["converged"] = facts["inner_converged"]
@@ -326,6 +363,20 @@ def make_problem(
     weights = layout.place(np.asarray(data.weights, dtype))
     targets = layout.place(data.targets, "last")
     return Problem(loss, targets, weights, layout.scalar(ridge, dtype), offset)
+
+
+def make_stats(
+    facts: dict[str, Any], seconds: float, solver: str, reason: str, notes: tuple[str, ...] = ()
+) -> Stats:
+    """The public record of a run."""
+    names = ("steps", "iterations", "products", "converged", "residual")
+    record = {name: facts[name] for name in names}
+    return Stats(**record, seconds=seconds, solver=solver, reason=reason, notes=notes)
+
+
+def default_tolerance(dtype: Any) -> float:
+    """Relative certified distance that a fit aims for."""
+    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
 def default_rtol(dtype: Any) -> float:

@@ -59,7 +59,7 @@ def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
         "sha256": {name: _digest(array) for name, array in arrays.items()},
     }
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    write_atomically(Path(path), lambda file: np.savez(file, **arrays))
+    write_atomically(Path(path), lambda file: np.savez(file, allow_pickle=False, **arrays))
 
 
 def load(
@@ -106,7 +106,7 @@ def load(
     )
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write to a temporary name beside `path`, then rename; nothing is left after a failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from ._checks import check_range
 from ._linearize import Linearized
 from ._progress import ProgressFn
 from .operators import (
@@ -154,9 +155,22 @@ class PrecomputedKernel(eqx.Module):
 
     matrix: Array
 
+    def __check_init__(self) -> None:
+        half = self.matrix.ndim // 2
+        square = self.matrix.ndim in (2, 4) and self.matrix.shape[:half] == self.matrix.shape[half:]
+        if not square:
+            raise ValueError(
+                "kernel: expected shape (n, n), (n·c, n·c) or (n, c, n, c), got "
+                f"{tuple(self.matrix.shape)}."
+            )
+
     def kernel(self, x1: Any, x2: Any) -> Array:
         rows, cols = jnp.asarray(x1), jnp.asarray(x2)
         half = self.matrix.ndim // 2
+        for index in (rows, cols):
+            if not jnp.issubdtype(index.dtype, jnp.integer) or index.ndim != 1:
+                raise TypeError("kernel: with a precomputed matrix, x are integer positions in it.")
+            check_range("kernel", np.asarray(index), self.matrix.shape[0])
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
 

@@ -194,10 +194,16 @@ def check_report(report: StepReport, point: Point, what: str) -> None:
             f"{what}: the loss has negative curvature (smallest Hessian eigenvalue "
             f"{float(report.min_curvature):.3g} of the largest). It must be convex in the outputs."
         )
-    if not bool(jnp.isfinite(point.certificate.gradient_norm)):
+    check_finite_point(point, what)
+
+
+def check_finite_point(point: Point, what: str) -> None:
+    """Raise unless gradient, rounding and norm are finite numbers."""
+    if not bool(jnp.isfinite(point.certificate.distance_bound + point.certificate.parameter_norm)):
         raise FloatingPointError(
-            f"{what}: the step is not finite. The kernel may be indefinite or the ridge below the "
-            "kernel's rounding; try a larger ridge or float64."
+            f"{what}: the gradient is not finite. The kernel may be indefinite, the numbers may "
+            "overflow, or the ridge may be below the kernel's rounding; try float64, a larger ridge, "
+            "or features and targets of ordinary size."
         )
 
 
@@ -213,12 +219,14 @@ def minimise(
     tolerances: Tolerances,
     what: str,
     progress: bool | ProgressFn,
+    loosest: float = 0.1,
 ) -> tuple[Point, dict[str, Any]]:
     """Damped Newton from `point` until a tolerance on the certificate or `max_steps`.
 
-    Early steps solve loosely, later ones to `rtol`: the inner tolerance follows the gradient down.
+    Early steps solve to `loosest`, later ones to `rtol`: the inner tolerance follows the gradient.
     Stops as well when the gradient no longer falls, i.e. at the floor that rounding sets.
     """
+    check_finite_point(point, what)
     first = float(point.certificate.gradient_norm)
     best, best_norm, stalled = point, first, 0
     steps = iterations = 0
@@ -229,7 +237,7 @@ def minimise(
         while steps < tolerances.max_steps and stalled < STALLED_STEPS:
             if tolerances.met(best.certificate) or tolerances.floor(best.certificate):
                 break
-            loose = 0.1 * min(1.0, float(point.certificate.gradient_norm) / max(first, 1e-300))
+            loose = loosest * min(1.0, float(point.certificate.gradient_norm) / max(first, 1e-300))
             step_rtol = jnp.asarray(max(rtol, loose), dtype)
             point, report = newton_step(
                 op, problem, point, diagonal, solver, preconditioner, step_rtol, True

@@ -82,10 +82,11 @@ class DualModel(eqx.Module):
         """
         xq = self.check_queries(xq)
         if not linearised:
-            return apply_network(self.network, self.params(), xq)
+            return outputs_at(self.network, self.params(), xq, linearised=False)
         move = self.source.cross_mv(xq, self.x, self.moved_alpha())
         if self.reference is not None:
-            return move + reference_outputs(self.network, self.reference, xq)
+            ref = self.reference
+            return move + outputs_at(self.network, ref.params, xq, ref.linearised)
         base = self.source.base_outputs(xq, move.shape[1])
         return move if base is None else move + base
 
@@ -100,15 +101,6 @@ class DualModel(eqx.Module):
 
 
 @eqx.filter_jit
-def apply_network(model: Linearized, params: PyTree, x: Array) -> Array:
-    """The network itself at `params`, compiled once per shape."""
-    return model(params, x)
-
-
-@eqx.filter_jit
-def reference_outputs(model: Linearized, reference: Reference, x: Array) -> Array:
-    """Outputs of the trained network, or of its linearisation if that is what was trained."""
-    if not reference.linearised:
-        return model(reference.params, x)
-    theta, theta_0 = model.split(reference.params)[0], model.split(model.params)[0]
-    return model.base_outputs(x) + model.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))
+def outputs_at(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Array:
+    """The network, or its linearisation, at any parameters; compiled once per shape."""
+    return model.linearised(params, x) if linearised else model(params, x)

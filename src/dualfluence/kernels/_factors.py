@@ -129,6 +129,7 @@ class LookupFactor(AbstractFactor):
     """$A$ is one-hot rows, kept as indices; out-of-range rows carry no gradient."""
 
     left_slot: int
+    component: int
     clips: bool
 
     kind = "lookup"
@@ -138,8 +139,16 @@ class LookupFactor(AbstractFactor):
         return super().slots | {self.left_slot}
 
     def left(self, env: Env) -> Any:
-        idx = jnp.reshape(env[self.left_slot], self.sizes[:2])
-        return jnp.clip(idx, 0, self.sizes[2] - 1) if self.clips else idx
+        idx = env[self.left_slot]
+        found = jnp.reshape(idx[..., self.component], self.sizes[:2])
+        if self.clips:
+            return jnp.clip(found, 0, self.sizes[2] - 1)
+        # A start beside the row's own axis that is not zero drops the row: mark it out of range.
+        strays = jnp.reshape(jnp.any(idx != 0, axis=-1, where=self._others(idx)), found.shape)
+        return jnp.where(strays, -1, found)
+
+    def _others(self, idx: Any) -> Any:
+        return jnp.arange(idx.shape[-1]) != self.component
 
     def right(self, env: Env) -> Any:
         idx = self.left(env)[..., None]

@@ -42,14 +42,10 @@ def make_features(plan: Plan, leaves: Any, rest: Any, x: Any, *, chunk: int) -> 
         pairs, rows, outputs = jax.vmap(point)(x)
     else:
         pairs, rows, outputs = jax.lax.map(point, x, batch_size=chunk)
-    finite = [_finite(outputs), jnp.ones((n,), bool)]
+    finite = jnp.ones((n,), bool)
     for array in jax.tree.leaves((pairs, rows)):
-        finite[1] &= _finite(array)
-    return Features(pairs, rows, jnp.stack(finite, axis=1))
-
-
-def _finite(x: Any) -> Any:
-    return jnp.all(jnp.isfinite(jnp.reshape(x, (x.shape[0], -1))), axis=1)
+        finite &= jnp.all(jnp.isfinite(jnp.reshape(array, (n, -1))), axis=1)
+    return Features(pairs, rows, outputs, finite)
 
 
 def _group_pair(plan: Plan, group: Group, env: Env) -> tuple[Any, Any]:

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+TERMS_AT_ONCE = 6
+"""Products of tile size that may be alive at once."""
+
 
 class Pair(NamedTuple):
     """$A$ `(n, b, s, m)`, or indices `(n, b, s)`, and $G$ `(n, c, b, s, k)` of one gradient."""
@@ -19,11 +22,12 @@ class Features(NamedTuple):
 
     - `pairs`: gradients kept as two factors.
     - `rows`: gradients kept whole, each `(n, c, p)`.
-    - `finite`: per point, whether outputs and whether derivatives are finite, `(n, 2)`.
+    - `outputs`: `(n, c)`, and `finite`: whether the point's derivatives are, `(n,)`.
     """
 
     pairs: tuple[Pair, ...]
     rows: tuple[Array, ...]
+    outputs: Array
     finite: Array
 
 
@@ -32,7 +36,7 @@ def take_points(features: Features, index: Array) -> Features:
     return jax.tree.map(lambda a: jnp.take(a, index, axis=0), features)
 
 
-def contract(f1: Features, f2: Features, *, traced: bool, precision: Any) -> Array:
+def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision: Any) -> Array:
     r"""Sum every parameter's contribution to a tile.
 
     $$K_{ia,jb} = \sum_{\text{pairs}}\sum_{s,t} (A_{is}\cdot A_{jt})(G_{ias}\cdot G_{jbt})
@@ -42,8 +46,13 @@ def contract(f1: Features, f2: Features, *, traced: bool, precision: Any) -> Arr
     """
     terms = [_pair_term(p, q, traced, precision) for p, q in zip(f1.pairs, f2.pairs, strict=True)]
     terms += [_gram(p, q, traced, precision) for p, q in zip(f1.rows, f2.rows, strict=True)]
-    total = terms[0]
-    for term in terms[1:]:
+    n1, n2 = f1.outputs.shape[0], f2.outputs.shape[0]
+    c = f1.outputs.shape[1]
+    total = terms[0] if terms else jnp.zeros((n1, n2) if traced else (n1, c, n2, c), dtype)
+    for k, term in enumerate(terms[1:], start=1):
+        # Else the compiler may fuse all sums into one and hold every product for it.
+        if k % TERMS_AT_ONCE == 0:
+            total = jax.lax.optimization_barrier(total)
         total = total + term
     return total
 

@@ -75,7 +75,7 @@ class Plan:
             outputs, pull = jax.vjp(lambda free: single(free, rest, x), leaves)
             return outputs, pull(cotangent)[0]
 
-        with jax.default_matmul_precision(_precision_name(precision)):
+        with jax.default_matmul_precision(precision_name(precision)):
             self.program = trace_program(backward, leaves, rest, x, out)
         self.first_input = len(leaves) + len(rest)
         self.reached = self.program.dependents([self.program.inputs[-1]])
@@ -124,7 +124,7 @@ class Plan:
         return wanted
 
 
-def _precision_name(precision: Any) -> str | None:
+def precision_name(precision: Any) -> str | None:
     """What `jax.default_matmul_precision` calls `precision`."""
     if precision is None:
         return None

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
@@ -25,14 +26,14 @@ class Prepared:
     As under `jax.jit`, arrays that `apply_fn` closes over are read once, when it is first seen.
     """
 
-    def __init__(self, single: Any, split: Split, shapes: Any, plan: Plan) -> None:
+    def __init__(self, single: Any, batched: Any, split: Split, shapes: Any, plan: Plan) -> None:
         leaves, rest, point = shapes
-        self.plan = plan
+        self.plan, self._batched, self._checked = plan, jax.jit(batched), False
         self.report = make_report(plan, split, read_uses(single, leaves, rest, point))
         self.feature_bytes = feature_bytes(plan, leaves, rest, point)
         self.workspace_bytes = workspace_bytes(plan)
         self._features = jax.jit(partial(make_features, plan), static_argnames="chunk")
-        tile = partial(contract, precision=plan.precision)
+        tile = partial(contract, dtype=plan.dtype, precision=plan.precision)
         self.tile = jax.jit(tile, static_argnames="traced")
         self.tile_at = jax.jit(
             lambda f1, f2, i, j, traced: tile(
@@ -43,6 +44,22 @@ class Prepared:
 
     def features(self, leaves: Any, rest: Any, x: Any, chunk: int) -> Features:
         return self._features(leaves, rest, x, chunk=chunk)
+
+    def check_points_apart(self, leaves: Any, rest: Any, x: Any, outputs: Any) -> None:
+        """Raise, once, where outputs change with the points beside (batch norm in training)."""
+        if self._checked or num_points(x) < 2:
+            return
+        self._checked = True
+        alone = np.asarray(outputs[:2], np.float64)
+        both = np.asarray(self._batched(leaves, rest, jax.tree.map(lambda a: a[:2], x)), np.float64)
+        gap, size = np.max(np.abs(both - alone)), np.max(np.abs(both))
+        # Loose enough for half-precision layers; batch statistics change outputs by their size.
+        if np.isfinite(size) and gap > 2e-2 * size:
+            raise ValueError(
+                f"empirical kernel: the outputs of the first two points change by {gap:.3g} when"
+                " evaluated side by side, so no per-point derivative exists. Expected apply_fn to"
+                " treat points apart: put batch norm and dropout in inference mode."
+            )
 
 
 _KEPT: OrderedDict[Any, Prepared] = OrderedDict()
@@ -84,8 +101,6 @@ def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: An
 
     leaves, rest, x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
     check_outputs(jax.eval_shape(batched, leaves, rest, x), num_points(x))
-    if not any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(args)):
-        _check_points_apart(jax.jit(batched), *args)
     point = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
 
     def single(leaves: Any, rest: Any, x: Any) -> Any:
@@ -93,17 +108,17 @@ def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: An
         return jnp.reshape(out, (out.shape[1],))
 
     plan = Plan(single, leaves, rest, point, method=method, precision=precision)
-    return Prepared(single, split, (leaves, rest, point), plan)
+    return Prepared(single, batched, split, (leaves, rest, point), plan)
 
 
 def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
     """What a plan depends on; `None` (plan anew) where that is not hashable or being traced."""
     arrays, structure = jax.tree.flatten(args)
-    if any(isinstance(a, jax.core.Tracer) for a in arrays):
+    if any(isinstance(a, Tracer) for a in arrays):
         return None
     shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves(args[:2]))
     shapes += tuple((a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(args[2]))
-    key = (apply_fn, split, structure, shapes, options, jax.config.jax_enable_x64)
+    key = (apply_fn, split, structure, shapes, options, str(jnp.result_type(float)))
     try:
         hash(key)
     except TypeError:
@@ -177,22 +192,4 @@ def check_outputs(out: Any, n: int) -> None:
         raise TypeError(
             f"empirical kernel: outputs are {dtype}, expected real floating point. Return the"
             " logits or regression outputs, not predicted classes."
-        )
-
-
-def _check_points_apart(batched: Callable[..., Any], leaves: Any, rest: Any, x: Any) -> None:
-    """Raise where a point's outputs change with the points beside it (batch norm in training)."""
-    if num_points(x) < 2:
-        return
-    both = np.asarray(batched(leaves, rest, jax.tree.map(lambda a: a[:2], x)), np.float64)
-    alone = np.asarray(batched(leaves, rest, jax.tree.map(lambda a: a[:1], x)), np.float64)
-    size = np.max(np.abs(both))
-    # Loose enough for half-precision layers; batch statistics change outputs by their own size.
-    if np.isfinite(size) and not np.allclose(both[:1], alone, rtol=0.0, atol=2e-2 * size):
-        gap = np.max(np.abs(both[:1] - alone))
-        raise ValueError(
-            "empirical kernel: the outputs of point 0 change by"
-            f" {gap:.3g} when another point is beside it, so no per-point derivative exists."
-            " Expected apply_fn to treat points apart: put batch norm and dropout in inference"
-            " mode."
         )

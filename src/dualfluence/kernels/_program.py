@@ -155,3 +155,16 @@ def _body(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
             continue
         return (jaxpr, consts) if len(jaxpr.invars) == len(eqn.invars) else None
     return None
+
+
+def mentions(jaxpr: Any, prefix: str) -> bool:
+    """Whether a primitive whose name starts with `prefix` occurs in `jaxpr`, at any depth."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name.startswith(prefix):
+            return True
+        inner = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
+        bodies = [v for v in inner if hasattr(getattr(v, "jaxpr", v), "eqns")]
+        if any(mentions(body, prefix) for body in bodies):
+            return True
+    return False

@@ -3,8 +3,8 @@
 from math import prod
 from typing import Any
 
-import jax
 import numpy as np
+from jax.core import Tracer
 
 from ._factors import (
     AbstractFactor,
@@ -171,13 +171,14 @@ class FactorReader:
         d = op.params["dimension_numbers"]
         shape, row_shape = self.program.shape(table), self.program.shape(rows)
         window = tuple(row_shape[k] for k in d.update_window_dims)
+        trailing = tuple(range(len(row_shape) - len(window), len(row_shape)))
+        # Whole rows along axis 0: any other start index can only be zero.
+        whole = {(): (1, *shape[1:]), (0,): shape[1:]}.get(tuple(d.inserted_window_dims))
         plain = (
-            tuple(d.inserted_window_dims) == (0,)
-            and tuple(d.scatter_dims_to_operand_dims) == (0,)
+            window == whole
+            and 0 in d.scatter_dims_to_operand_dims
+            and tuple(d.update_window_dims) == trailing
             and not getattr(d, "operand_batching_dims", ())
-            and window == shape[1:]
-            and tuple(d.update_window_dims)
-            == tuple(range(len(row_shape) - len(window), len(row_shape)))
         )
         if not plain or not self._is_zero(table) or rows not in self.reached or idx in self.reached:
             return None
@@ -186,6 +187,7 @@ class FactorReader:
             layout=(*layout, "lookup", shape),
             right_slot=rows,
             left_slot=idx,
+            component=tuple(d.scatter_dims_to_operand_dims).index(0),
             clips="CLIP" in str(op.params.get("mode")).upper(),
             **common,
         )
@@ -195,7 +197,7 @@ class FactorReader:
         if op is not None and op.name == "broadcast_in_dim":
             slot = op.ins[0]
         value = self.program.consts.get(slot)
-        return value is not None and not isinstance(value, jax.core.Tracer) and not np.any(value)
+        return value is not None and not isinstance(value, Tracer) and not np.any(value)
 
 
 def _free_shape(shape: tuple[int, ...], batch: tuple[int, ...], summed: tuple[int, ...]) -> Layout:

@@ -101,34 +101,35 @@ def read_uses(
 
 
 def _uses(program: Program, leaf: int, varies: set[int]) -> tuple[str, ...]:
-    views, found = {leaf}, []
+    """Follow a leaf through its views; `bent` ones met another array on the way."""
+    views, bent, found = {leaf}, set(), []
     for op in program.ops:
         for k, slot in enumerate(op.ins):
-            if slot in views:
-                kind = _use(program, op, k, varies)
-                if kind is None:
-                    views.update(op.outs)
-                else:
-                    found.append(kind)
+            if slot not in views:
+                continue
+            others = [other for j, other in enumerate(op.ins) if j != k]
+            kind = _use(op, k, any(other in varies for other in others))
+            if kind is not None:
+                plain = slot not in bent or kind in ("bias", "scale")
+                found.append(kind if plain else f"mul before {kind}")
+                continue
+            views.update(op.outs)
+            scaled = op.name in ("mul", "div") and any(program.size(s) > 1 for s in others)
+            if slot in bent or scaled:
+                bent.update(op.outs)
     return tuple(found)
 
 
-def _use(program: Program, op: Op, k: int, varies: set[int]) -> str | None:
+def _use(op: Op, k: int, beside_data: bool) -> str | None:
     """What `op` does with its operand `k`, a view of a parameter; `None`: another view of it."""
-    others = [slot for j, slot in enumerate(op.ins) if j != k]
-    beside_data = any(slot in varies for slot in others)
-    if op.name in VIEWS:
+    name = op.name
+    if name in VIEWS:
         return None
-    if op.name in ("mul", "add", "sub") or (op.name == "div" and k == 0):
-        if beside_data:
-            return "scale" if op.name in ("mul", "div") else "bias"
-        # Beside other parameters only: sums and scalar factors leave the gradient's structure.
-        scalar = all(program.size(slot) == 1 for slot in others)
-        return None if op.name in ("add", "sub") or scalar else op.name
-    if beside_data and op.name == "dot_general":
-        return "dense"
-    if beside_data and op.name == "conv_general_dilated":
-        return "conv"
-    if beside_data and op.name == "gather" and k == 0:
-        return "embedding"
-    return op.name
+    if name in ("mul", "add", "sub") or (name == "div" and k == 0):
+        if not beside_data:
+            return None if op.ins[0] != op.ins[1] else name
+        return "scale" if name in ("mul", "div") else "bias"
+    kinds = {"dot_general": "dense", "conv_general_dilated": "conv"}
+    if name == "gather" and k == 0:
+        kinds = {"gather": "embedding"}
+    return kinds.get(name, name) if beside_data else name

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._tiles import DEFAULT_TILE_BYTES
-from ._gram import Features
+from ._gram import TERMS_AT_ONCE, Features
 from ._prepare import Prepared, num_points
 
 SYMMETRIC_TILES = 5
@@ -57,12 +57,12 @@ def choose_tiles(
     if 2 * per_point > half or workspace > half:
         raise ValueError(
             f"empirical kernel: tile_bytes={budget} is too small for one pair of points, which"
-            f" needs {2 * max(2 * per_point, workspace)}. Raise tile_bytes, choose fewer `trainable`"
-            " parameters, or use ntk_mv, which holds no Jacobian."
+            f" needs {2 * max(2 * per_point, workspace)}. Raise tile_bytes, choose fewer"
+            " `trainable` parameters, or use ntk_mv, which holds no Jacobian."
         )
     outputs = 1 if traced else plan.num_outputs**2
-    copies = len(plan.groups) + len(plan.leaves) + 2  # upper bound on products alive at once
-    entry = outputs * np.dtype(plan.dtype).itemsize * min(copies, 8)
+    copies = min(len(plan.groups) + 1, TERMS_AT_ONCE) + 2
+    entry = outputs * np.dtype(plan.dtype).itemsize * copies
     side = max(1, isqrt(half // entry))
     keep = (n1 if symmetric else n1 + columns) * per_point <= half
     if not keep:
@@ -92,7 +92,7 @@ class FeatureStore:
         self._tiles, self._traced = tiles, traced
         self.index1 = np.arange(num_points(x1))
         self.index2 = None if x2 is None else np.arange(num_points(x2))
-        self._finite: list[tuple[str, np.ndarray, Any]] = []
+        self._flags: list[tuple[str, np.ndarray, Any, Any]] = []
         self._row: tuple[int, Features] | None = None
         self._kept: tuple[Features, Features] | None = None
         if tiles.keep:
@@ -101,7 +101,9 @@ class FeatureStore:
 
     def _make(self, name: str, x: Any, index: np.ndarray) -> Features:
         made = self._prepared.features(self._leaves, self._rest, x, self._tiles.chunk)
-        self._finite.append((name, index, made.finite))
+        if not self._flags:
+            self._prepared.check_points_apart(self._leaves, self._rest, x, made.outputs)
+        self._flags.append((name, index, made.outputs, made.finite))
         return made
 
     def _at(self, name: str, x: Any, index: np.ndarray) -> Features:
@@ -124,10 +126,10 @@ class FeatureStore:
 
     def check_finite(self) -> None:
         """Raise where outputs or derivatives were not finite, naming the points."""
-        for name, index, flags in self._finite:
-            finite = np.asarray(flags)
-            for column, what in enumerate(("outputs", "derivatives")):
-                bad = np.unique(index[~finite[:, column]])
+        for name, index, outputs, finite in self._flags:
+            good = {"outputs": np.isfinite(np.asarray(outputs)).all(1), "derivatives": finite}
+            for what, flags in good.items():
+                bad = np.unique(index[~np.asarray(flags)])
                 if bad.size:
                     raise FloatingPointError(
                         f"empirical kernel: {what} of apply_fn are not finite at {bad.size} points"

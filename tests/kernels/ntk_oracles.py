@@ -17,7 +17,7 @@ def jacobian_kernel(apply_fn, params, x1, x2=None):
         return apply_fn(jax.tree.unflatten(treedef, full), x)
 
     def rows(x):
-        jacobians = jax.jacrev(outputs)([leaves[k] for k in free], x)
+        jacobians = jax.jit(jax.jacrev(outputs))([leaves[k] for k in free], x)
         return np.concatenate([np.reshape(j, (*j.shape[:2], -1)) for j in jacobians], axis=2)
 
     r1 = rows(x1)

@@ -1,0 +1,33 @@
+"""Analytic kernels (NNGP and NTK) of infinitely wide networks."""
+
+from ._attention import GlobalSelfAttention as GlobalSelfAttention
+from ._branches import add as add
+from ._branches import residual as residual
+from ._network import Network as Network
+from ._network import serial as serial
+from ._norm import Dropout as Dropout
+from ._norm import Identity as Identity
+from ._norm import LayerNorm as LayerNorm
+from ._norm import Scale as Scale
+from ._piecewise import ABRelu as ABRelu
+from ._piecewise import Abs as Abs
+from ._piecewise import LeakyRelu as LeakyRelu
+from ._piecewise import Relu as Relu
+from ._piecewise import Sign as Sign
+from ._pooling import AvgPool as AvgPool
+from ._pooling import Flatten as Flatten
+from ._pooling import GlobalAvgPool as GlobalAvgPool
+from ._pooling import GlobalSumPool as GlobalSumPool
+from ._pooling import SumPool as SumPool
+from ._quadrature import Activation as Activation
+from ._smooth import Cos as Cos
+from ._smooth import Erf as Erf
+from ._smooth import Exp as Exp
+from ._smooth import Gaussian as Gaussian
+from ._smooth import Gelu as Gelu
+from ._smooth import Polynomial as Polynomial
+from ._smooth import Rbf as Rbf
+from ._smooth import SigmoidLike as SigmoidLike
+from ._smooth import Sin as Sin
+from ._weights import Conv as Conv
+from ._weights import Dense as Dense

@@ -1,0 +1,168 @@
+"""How good an unlearned model is: distances of parameters, a baseline, accuracies."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray, PyTree
+
+from . import _trees
+from ._checks import check_finite, check_indices, check_range, check_rows
+
+
+@dataclass(frozen=True)
+class UnlearningReport:
+    """Accuracy on the points to forget, on the rest of the training set, and on test points."""
+
+    forgotten: float
+    retained: float
+    test: float
+
+
+def tree_norm(params: PyTree) -> float:
+    """`‖θ‖` over floating leaves."""
+    value = float(_trees.tree_norm(params))
+    if not np.isfinite(value):
+        raise ValueError("tree_norm: the parameters have NaN or inf, or their squares overflow.")
+    return value
+
+
+def distance(params_a: PyTree, params_b: PyTree) -> float:
+    """`‖θ_a − θ_b‖` over floating leaves."""
+    trees = jax.tree.structure(params_a), jax.tree.structure(params_b)
+    if trees[0] != trees[1]:
+        raise ValueError(f"distance: trees differ in structure, {trees[0]} and {trees[1]}.")
+    leaves_a, leaves_b = _trees.float_leaves(params_a), _trees.float_leaves(params_b)
+    shapes = [a.shape for a in leaves_a], [b.shape for b in leaves_b]
+    if shapes[0] != shapes[1]:
+        raise ValueError(f"distance: floating leaves differ in shape, {shapes[0]} and {shapes[1]}.")
+    return tree_norm([a - b for a, b in zip(leaves_a, leaves_b, strict=True)])
+
+
+def relative_distance(params_a: PyTree, params_b: PyTree) -> float:
+    """`‖θ_a − θ_b‖ / ‖θ_b‖`, the paper's measure with `θ_b` the retrained parameters."""
+    size = tree_norm(params_b)
+    if size == 0:
+        raise ValueError("relative_distance: ‖θ_b‖ is zero; use distance instead.")
+    return distance(params_a, params_b) / size
+
+
+def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTree:
+    """`params` moved by `norm` in a random direction: the paper's baseline.
+
+    The direction is that of a Gaussian vector over all floating leaves, i.e. uniform on the sphere;
+    other leaves are kept. A method that does no better than this at its own `‖Δθ‖` has learned
+    nothing about the edit.
+
+    **Returns:** the perturbed parameters, a pytree like `params`.
+    """
+    if not (np.isfinite(norm) and norm >= 0):
+        raise ValueError(f"random_perturbation: norm must be finite and not negative, got {norm}.")
+    theta, rest = eqx.partition(jax.tree.map(_as_array, params), eqx.is_inexact_array)
+    leaves, treedef = jax.tree.flatten(theta)
+    if not leaves:
+        raise ValueError("random_perturbation: no floating leaf to perturb.")
+    keys = jax.random.split(key, len(leaves))
+    noise = [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)]
+    scale = norm / _trees.tree_norm(noise)
+    moved = [v + (scale * e).astype(v.dtype) for v, e in zip(leaves, noise, strict=True)]
+    return eqx.combine(jax.tree.unflatten(treedef, moved), rest)
+
+
+def accuracy(outputs: Any, labels: Any) -> float:
+    """Share of points whose predicted class is the label.
+
+    Several outputs: the largest one decides (the first of equals). Labels are integers `(n,)` in
+    `[0, c)`, or one row of scores per point, `(n, c)`, such as one-hot targets or probabilities,
+    of which each row must have a single largest entry.
+
+    One output: positive or not decides, zero counts as not. Labels are -1/+1 or 0/1, as `(n,)` or
+    `(n, 1)`.
+    """
+    f, y = np.asarray(outputs), np.asarray(labels)
+    if f.ndim != 2 or f.size == 0:
+        raise ValueError(f"accuracy: outputs must have shape (n, c), not empty, got {f.shape}.")
+    check_finite("accuracy outputs", f)
+    check_rows("accuracy labels", y, f.shape[0], "row of outputs")
+    check_finite("accuracy labels", y)
+    if f.shape[1] == 1:
+        return float(np.mean((f[:, 0] > 0) == _binary(y)))
+    return float(np.mean(f.argmax(axis=1) == _classes(y, f.shape[1])))
+
+
+def unlearning_report(
+    predict: Callable[[Any], Any], x: Any, y: Any, forgotten: Any, *, x_test: Any, y_test: Any
+) -> UnlearningReport:
+    """Accuracy of a model on forgotten, retained and test points.
+
+    The outputs at all training points are computed once and split, so that another request
+    compiles nothing new.
+
+    **Arguments:**
+
+    - `predict`: `x -> (n, c)`, e.g. `update.predict`.
+    - `x`, `y`: the training set before the edit; labels as `accuracy` takes them.
+    - `forgotten`: positions of the removed points.
+    - `x_test`, `y_test`: points that were never trained on.
+    """
+    labels = np.asarray(y)
+    gone = check_indices("unlearning_report", forgotten)
+    outputs = np.asarray(predict(x))
+    check_rows("y", labels, outputs.shape[0], "point of x")
+    check_range("unlearning_report", gone, outputs.shape[0])
+    kept = np.setdiff1d(np.arange(outputs.shape[0]), gone)
+    if kept.size == 0:
+        raise ValueError("unlearning_report: every training point is forgotten, none is retained.")
+    return UnlearningReport(
+        forgotten=accuracy(outputs[gone], labels[gone]),
+        retained=accuracy(outputs[kept], labels[kept]),
+        test=accuracy(predict(x_test), y_test),
+    )
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if eqx.is_inexact_array_like(leaf) else leaf
+
+
+def _binary(labels: np.ndarray) -> np.ndarray:
+    """-1/+1 or 0/1 labels as booleans."""
+    if labels.shape not in ((labels.shape[0],), (labels.shape[0], 1)):
+        raise ValueError(
+            f"accuracy: labels of one output must have shape (n,) or (n, 1), got {labels.shape}."
+        )
+    values = set(np.unique(labels).tolist())
+    if not (values <= {0, 1} or values <= {-1, 1}):
+        raise ValueError(
+            "accuracy: labels of one output must be all -1/+1 or all 0/1, got "
+            f"{sorted(values)[:5]}. Threshold probabilities or real targets first."
+        )
+    return labels.reshape(-1) > 0
+
+
+def _classes(labels: np.ndarray, num_outputs: int) -> np.ndarray:
+    """Class indices from class indices or from rows of scores."""
+    if labels.ndim == 1:
+        if not np.issubdtype(labels.dtype, np.integer):
+            raise TypeError(
+                f"accuracy: class labels must be integers, got dtype {labels.dtype}. For "
+                "probabilities give an array of shape (n, c)."
+            )
+        bad = labels[(labels < 0) | (labels >= num_outputs)]
+        if bad.size:
+            raise ValueError(f"accuracy: labels must be in [0, {num_outputs}), got {int(bad[0])}.")
+        return labels
+    if labels.shape[1:] != (num_outputs,):
+        raise ValueError(
+            f"accuracy: labels must have shape (n,) or (n, {num_outputs}), got {labels.shape}."
+        )
+    ties = np.flatnonzero((labels == labels.max(axis=1, keepdims=True)).sum(axis=1) > 1)
+    if ties.size:
+        raise ValueError(
+            f"accuracy: labels in row {int(ties[0])} have no single largest entry, so the point has "
+            f"no class ({ties.size} such rows)."
+        )
+    return labels.argmax(axis=1)

@@ -1,0 +1,123 @@
+"""What an influence step in parameter space returns."""
+
+from dataclasses import replace
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._checks import check_finite
+from .._edits import TrainingSet
+from .._linearize import Linearized
+from .._newton import Stats
+from .._readout import outputs_at
+from .._trees import tree_norm
+from ..losses import AbstractLoss
+
+PRECISION = "highest"
+"""Matrix products: an accelerator's default (TF32, bfloat16) stalls conjugate gradients."""
+
+
+class PrimalUpdate(eqx.Module):
+    """Parameters after an edit, by the influence function in parameter space.
+
+    `delta_params` is `Δθ` on the trainable leaves, `None` elsewhere.
+    """
+
+    model: Linearized
+    before: PyTree
+    delta_params: PyTree
+    data: TrainingSet
+    loss: AbstractLoss
+    ridge: float = eqx.field(static=True)
+    linearised: bool = eqx.field(static=True)
+    stats: Stats = eqx.field(static=True)
+
+    def params(self) -> PyTree:
+        """`θ* + Δθ` (paper, eq. 1), a pytree like the one given to `linearize`."""
+        theta, frozen = self.model.split(self.before)
+        return eqx.combine(jax.tree.map(jnp.add, theta, self.delta_params), frozen)
+
+    @property
+    def delta_norm(self) -> float:
+        """`‖Δθ‖`."""
+        return float(tree_norm(self.delta_params))
+
+    def predict(self, xq: Any) -> Float[Array, "q c"]:
+        """Outputs at queries with the new parameters: linearised if the update is, else the network's."""
+        outputs = outputs_at(self.model, self.params(), self._check_queries(xq), self.linearised)
+        check_finite("predict outputs", outputs)
+        return outputs
+
+    def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
+        """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
+        xq = self._check_queries(xq)
+        change = _push(
+            tangent_model(self.model, self.before, self.linearised), xq, self.delta_params
+        )
+        check_finite("delta_outputs", change)
+        return change
+
+    def delta_loss(
+        self, xq: Any, targets: Any, *, include_ridge: bool = False, linearised: bool = True
+    ) -> Float[Array, " q"]:
+        r"""Change of the loss at queries, positive where the edit makes it worse.
+
+        $$\nabla\ell(f_q)\cdot J_q\Delta\theta \;[+\; \lambda(\theta^\star-\theta_0)\cdot\Delta\theta]$$
+
+        (paper, eq. 3).
+
+        **Arguments:**
+
+        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper counts into the loss of
+          every single point.
+        - `linearised`: `False` evaluates loss (and ridge term) before and after instead of their
+          first-order change.
+        """
+        xq = self._check_queries(xq)
+        f = outputs_at(self.model, self.before, xq, self.linearised)
+        y = self.loss.prepare_targets(targets, f.shape[1], f.dtype)
+        if y.shape[0] != xq.shape[0]:
+            raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
+        if linearised:
+            change = jnp.sum(self.loss.grad(f, y) * self.delta_outputs(xq), axis=1)
+        else:
+            change = self.loss.value(self.predict(xq), y) - self.loss.value(f, y)
+        check_finite("delta_loss", change)
+        return change + self._ridge_change(linearised) if include_ridge else change
+
+    def _ridge_change(self, linearised: bool) -> Float[Array, ""]:
+        """`λ(δ·Δθ)` or `λ(δ·Δθ + ½‖Δθ‖²)`, with `δ = θ* − θ₀`: no difference of large squares."""
+        moved = moved_params(self.model, self.before)
+        pairs = jax.tree.map(lambda d, step: jnp.sum(d * step), moved, self.delta_params)
+        change = sum(jax.tree.leaves(pairs), start=jnp.zeros((), self.model.dtype))
+        if not linearised:
+            change = change + 0.5 * tree_norm(self.delta_params) ** 2
+        return self.ridge * change
+
+    def _check_queries(self, xq: Any) -> Array:
+        array, shape = jnp.asarray(xq), self.data.x.shape[1:]
+        if array.ndim == 0 or array.shape[1:] != shape:
+            want = ", ".join(("q", *map(str, shape)))
+            raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
+        check_finite("queries", array)
+        return array.astype(self.data.x.dtype)
+
+
+def tangent_model(model: Linearized, params: PyTree, linearised: bool) -> Linearized:
+    """The model whose `jvp` and `vjp` are those of training: `J` at `θ₀`, or at `θ*`."""
+    return model if linearised else replace(model, params=params)
+
+
+def moved_params(model: Linearized, params: PyTree) -> PyTree:
+    """`θ − θ₀` on the trainable leaves."""
+    theta, theta_0 = model.split(params)[0], model.split(model.params)[0]
+    return jax.tree.map(jnp.subtract, theta, theta_0)
+
+
+@eqx.filter_jit
+def _push(model: Linearized, x: Array, tangent: PyTree) -> Float[Array, "n c"]:
+    with jax.default_matmul_precision(PRECISION):
+        return model.jvp(x, tangent)

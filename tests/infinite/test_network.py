@@ -1,0 +1,245 @@
+"""Tiles, bands, derivatives, finite networks and bad input."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dualfluence import infinite
+from dualfluence.infinite import _network
+
+RNG = np.random.default_rng(0)
+
+
+def mlp(*activations):
+    layers = [infinite.Dense(1.5, 0.1)]
+    for activation in activations:
+        layers += [activation, infinite.Dense(1.5, 0.1)]
+    return infinite.serial(*layers)
+
+
+def cnn(*end):
+    conv = (infinite.Conv(W_std=1.5, b_std=0.1), infinite.Relu())
+    end = end or (infinite.Flatten(),)
+    return infinite.serial(*conv, infinite.AvgPool((2, 2)), *conv, *end, infinite.Dense(1.2))
+
+
+def test_tiles_and_symmetry_equal_one_block():
+    net, x = mlp(infinite.Relu()), RNG.normal(size=(13, 5))
+    whole = net.kernel_block(x, x)
+    # 600 bytes hold 2x2 tiles: 13 is not a multiple, so padding is exercised too.
+    for kernel in (
+        net.kernel(x, tile_bytes=600, progress=False),
+        net.kernel(x, x, tile_bytes=600),
+        net.kernel(x, out="host"),
+    ):
+        # Rounding on the scale of the kernel, which is about 1: some entries nearly cancel.
+        np.testing.assert_allclose(kernel, whole, rtol=1e-13, atol=1e-14)
+    np.testing.assert_allclose(net.diagonal(x), np.diag(whole), rtol=1e-13)
+
+
+def test_image_tiles_equal_one_block():
+    net, x = cnn(), RNG.normal(size=(5, 6, 6, 2))
+    whole = net.kernel_block(x, x[:3])
+    small = 3 * _network.LIVE_ARRAYS * 8 * net.pair_entries(x.shape)
+    assert net.tile_shape(x.shape, 3, 8, small, False) == ((2, 2), 1)
+    tiled = net.kernel(x, x[:3], tile_bytes=small)
+    np.testing.assert_allclose(tiled, whole, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize(("padding", "size"), [("SAME", (7, 6)), ("VALID", (9, 6))])
+def test_the_band_equals_all_pairs(monkeypatch, size, padding):
+    net = infinite.serial(
+        infinite.Conv((3, 2), W_std=1.5, b_std=0.1),
+        infinite.LayerNorm(),
+        infinite.Cos(),  # not 0 at 0: pixels outside the image must be masked
+        infinite.AvgPool((3, 2), (2, 1), padding, normalize_edges=True),
+        infinite.Conv((1, 2), W_std=1.2, b_std=0.1),
+        infinite.residual(
+            infinite.serial(infinite.Relu(), infinite.Conv((3, 3), W_std=1.3, b_std=0.2))
+        ),
+        infinite.Relu(),
+        infinite.SumPool((2, 2), padding=padding),
+        infinite.Flatten(),
+        infinite.Dense(1.1, 0.1),
+    )
+    x = RNG.normal(size=(3, *size, 2))
+    spec = _network.input_spec(x.shape)
+    results = []
+    for band in (net.need((0, 0), spec), None):
+        monkeypatch.setattr(infinite.Network, "_band", lambda self, spec, band=band: band)
+        jax.clear_caches()
+        _network._layout.cache_clear()
+        results.append(net.kernel_block(x, x[:2], "both"))
+    assert net.need((0, 0), spec) == (4, 2)
+    for banded, full in zip(*results, strict=True):
+        np.testing.assert_allclose(banded, full, rtol=1e-12)
+
+
+def test_the_band_of_three_pools():
+    net = infinite.serial(
+        *[infinite.Conv(), infinite.Relu(), infinite.AvgPool((2, 2))] * 3, infinite.Flatten()
+    )
+    bands = net.bands((0, 0), _network.input_spec((1, 32, 32, 3)))
+    assert [bands[i] for i in (0, 3, 6, 9)] == [(7, 7), (3, 3), (1, 1), (0, 0)]
+    assert "displacements up to 7x7" in net.describe((32, 32, 3))
+
+
+def test_equal_images_meet_exactly_in_a_pooled_network():
+    net, x = cnn(infinite.GlobalAvgPool()), RNG.normal(size=(2, 8, 8, 1)).astype(np.float32)
+    pair = np.asarray(net.kernel_block(x, x[::-1]))
+    # Rounding only: without the bound on pooled distances this is 1e-4 off.
+    np.testing.assert_allclose(np.diag(pair[:, ::-1]), net.diagonal(x), rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "net", [mlp(infinite.Relu(), infinite.Relu()), mlp(infinite.Erf(), infinite.Abs()), cnn()]
+)
+def test_derivatives_are_finite_at_equal_and_zero_points(net):
+    images = isinstance(net.layers[0], infinite.Conv)
+    x = RNG.normal(size=(3, 4, 4, 1) if images else (3, 5))
+    x[2] = 0
+
+    def total(x):
+        return jnp.sum(net.kernel_block(x, x))
+
+    value, grad = jax.jit(jax.value_and_grad(total))(x)
+    assert np.isfinite(value)
+    assert np.isfinite(grad).all()
+    assert np.abs(grad[:2]).max() > 0
+
+
+def test_derivative_matches_finite_differences_off_the_diagonal():
+    net, x, y = mlp(infinite.Relu()), RNG.normal(size=(1, 4)), RNG.normal(size=(1, 4))
+    direction = RNG.normal(size=(1, 4))
+    _, slope = jax.jvp(lambda x: net.kernel_block(x, y)[0, 0], (x,), (direction,))
+    h = 1e-5  # central differences: h^2 plus rounding/h, about 1e-10
+    ends = [net.kernel_block(x + sign * h * direction, y)[0, 0] for sign in (1, -1)]
+    np.testing.assert_allclose(slope, (ends[0] - ends[1]) / (2 * h), rtol=1e-7)
+
+
+def test_zero_points_are_finite():
+    x = np.zeros((2, 5))
+    assert np.array_equal(infinite.serial(infinite.Dense(1.5)).kernel(x), np.zeros((2, 2)))
+    assert np.isfinite(mlp(infinite.Relu(), infinite.Sign()).kernel(x)).all()
+
+
+@pytest.mark.parametrize("form", ["ntk", "standard"])
+def test_many_finite_networks_converge_to_the_kernels(form):
+    weights = {"W_std": 1.4, "b_std": 0.3, "parameterization": form}
+    dense = (infinite.Dense(**weights, width=128), infinite.Relu())
+    nets = {
+        "dense": infinite.serial(*dense, *dense, infinite.Dense(**weights)),
+        "conv": infinite.serial(
+            infinite.Conv(**weights, width=128),
+            infinite.Erf(),
+            infinite.AvgPool((2, 2), padding="SAME", normalize_edges=True),
+            infinite.Conv((2, 2), (1, 1), "CIRCULAR", **weights, width=128),
+            infinite.Relu(),
+            infinite.Flatten(),
+            infinite.Dense(**weights),
+        ),
+    }
+    for name, net in nets.items():
+        x = RNG.normal(size=(3, 6) if name == "dense" else (3, 5, 4, 2))
+
+        def sample(key, net=net, x=x):
+            params = net.init(key, x.shape[1:], outputs=1)
+            f = net.apply(params, x)[:, 0]
+            J = jax.jacobian(lambda p: net.apply(p, x)[:, 0])(params)
+            J = jnp.concatenate([leaf.reshape(3, -1) for leaf in jax.tree.leaves(J)], axis=1)
+            return jnp.outer(f, f), J @ J.T
+
+        num = 200
+        outer, ntk = jax.lax.map(sample, jax.random.split(jax.random.key(1), num), batch_size=20)
+        want_nngp, want_ntk = net.kernel_block(x, x, "both")
+        for draws, want, bias in ((outer, want_nngp, 0.03), (ntk, want_ntk, 0.03)):
+            error = np.abs(draws.mean(0) - want)
+            # Five standard errors of the mean, plus the O(1/width) bias of a finite network.
+            bound = 5 * draws.std(0) / np.sqrt(num) + bias * np.abs(want).max()
+            assert (error < bound).all(), (name, error / bound)
+        # The NTK concentrates: the check above would notice a factor of 1.1.
+        assert (5 * ntk.std(0) / np.sqrt(num) < 0.08 * np.abs(want_ntk).max()).all()
+
+
+def test_init_gives_the_outputs_asked_for():
+    net = mlp(infinite.Relu())
+    params = net.init(jax.random.key(0), (5,), width=7, outputs=3)
+    assert params[0]["W"].shape == (5, 7)
+    assert net.apply(params, np.ones((2, 5))).shape == (2, 3)
+    with pytest.raises(ValueError, match="must end in Dense"):
+        infinite.serial(infinite.Dense(), infinite.Relu()).init(jax.random.key(0), (5,))
+
+
+def test_quadrature_agrees_with_closed_forms_and_says_so():
+    x = RNG.normal(size=(4, 5))
+    by_quadrature = mlp(infinite.Activation(jax.scipy.special.erf))
+    # erf is entire: 64 nodes reach 1e-9 at variances up to 4.
+    for kind in ("nngp", "ntk"):
+        want = mlp(infinite.Erf()).kernel(x, kind=kind)
+        np.testing.assert_allclose(by_quadrature.kernel(x, kind=kind), want, rtol=1e-8)
+    relu = mlp(infinite.Activation(jax.nn.relu, nodes=100)).kernel(x, kind="nngp")
+    # A kink: the error falls like 1/nodes^1.5.
+    np.testing.assert_allclose(relu, mlp(infinite.Relu()).kernel(x, kind="nngp"), rtol=5e-3)
+    assert "Gauss-Hermite quadrature, 64 nodes" in by_quadrature.describe()
+    assert "quadrature" not in mlp(infinite.Erf()).describe()
+
+
+IMAGE = np.ones((2, 4, 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: mlp().kernel(np.ones((2, 3)), np.ones((2, 4))), ValueError, "same shape"),
+        (lambda: mlp().kernel(np.ones(3)), ValueError, "leading axis"),
+        (lambda: mlp().kernel(np.full((2, 3), np.nan)), ValueError, "2 of 2 points"),
+        (lambda: mlp().kernel(np.ones((2, 3)), kind="ntg"), ValueError, "'ntk' or 'nngp'"),
+        (lambda: mlp().kernel(np.ones((2, 3), complex)), TypeError, "real numbers"),
+        (lambda: infinite.serial(infinite.Conv()).kernel(IMAGE), ValueError, "Add Flatten"),
+        (
+            lambda: infinite.serial(infinite.AvgPool((5, 5)), infinite.Flatten()).kernel(IMAGE),
+            ValueError,
+            "larger than the image",
+        ),
+        (
+            lambda: infinite.serial(
+                infinite.AvgPool((5, 5), padding="SAME"), infinite.Flatten()
+            ).kernel(IMAGE),
+            ValueError,
+            "larger than the image",
+        ),
+        (lambda: infinite.serial(infinite.Conv()).kernel(np.ones((2, 3))), ValueError, "images"),
+        (lambda: infinite.serial(infinite.Relu()).kernel(np.ones((2, 3))), ValueError, "Gaussian"),
+        (
+            lambda: infinite.serial(infinite.Dense(), infinite.residual(infinite.Relu())).kernel(
+                np.ones((2, 3))
+            ),
+            ValueError,
+            "weights of its own",
+        ),
+        (lambda: infinite.serial(jnp.tanh), TypeError, "Activation"),
+        (lambda: infinite.Dropout(0.0), ValueError, "keeping"),
+        (
+            lambda: infinite.serial(
+                infinite.Dense(), infinite.Dense(parameterization="standard")
+            ).kernel(np.ones((2, 3))),
+            ValueError,
+            "finite width",
+        ),
+    ],
+)
+def test_bad_input_is_refused(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+def test_integers_and_half_precision():
+    net = mlp(infinite.Relu())
+    ints = np.array([[1, 2, 3], [0, 1, 0]])
+    np.testing.assert_array_equal(net.kernel(ints), net.kernel(ints.astype(float)))
+    half = RNG.normal(size=(3, 4)).astype(np.float16)
+    with pytest.warns(UserWarning, match="float32"):
+        kernel = net.kernel(half)
+    assert kernel.dtype == jnp.float32
+    np.testing.assert_allclose(kernel, net.kernel(half.astype(float)), rtol=2e-6)

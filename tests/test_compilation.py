@@ -1,0 +1,45 @@
+"""Requests after the first compile nothing, whatever their indices and count."""
+
+import numpy as np
+import pytest
+
+import cases
+import dualfluence as dfl
+import problems
+from dualfluence import _newton
+
+
+@pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=repr)
+def test_later_requests_compile_nothing(solver):
+    p = problems.linear_problem(17, 3, 80, "softmax", ridge=0.05)  # a shape of its own
+    fitted = cases.fit(p)
+    fitted.edit(dfl.Remove([0]), solver=solver)
+    before = _newton.COUNTERS["traces"]
+    requests = [
+        dfl.Remove([5]),
+        dfl.Remove(np.arange(9)),
+        dfl.Reweight([1, 2], [0.5, 2.0]),
+        dfl.Relabel([3], [1]),
+        [dfl.Remove([3, 4]), dfl.Relabel([6], [0])],
+    ]
+    for edit in requests:
+        fitted.edit(edit, solver=solver)
+    fitted.edit(dfl.Remove([1]), solver=solver).commit().edit(dfl.Remove([2]), solver=solver)
+    assert _newton.COUNTERS["traces"] == before
+
+
+def test_the_counter_counts():
+    p = problems.linear_problem(13, 3, 80, "softmax", ridge=0.05)
+    fitted = cases.fit(p)
+    before = _newton.COUNTERS["traces"]
+    fitted.edit(dfl.Add(p.x_q, p.y_q))  # new shape: must be seen
+    assert _newton.COUNTERS["traces"] > before
+
+
+def test_auto_explains_its_choice():
+    p = problems.linear_problem(13, 3, 80, "softmax", ridge=0.05)
+    fitted = cases.fit(p)
+    assert "direct and exact" in fitted.stats.reason
+    update = fitted.edit(dfl.Remove([1]), solver=dfl.Auto(direct_size=10))
+    assert update.stats.solver.startswith("CG")
+    assert "39 > 10" in update.stats.reason

@@ -1,0 +1,108 @@
+"""Predictions, changes of outputs and losses, and committing updates."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import dualfluence as dfl
+import oracles
+import problems
+
+
+@pytest.fixture(scope="module", params=["softmax", "squared"])
+def case(request):
+    p = problems.linear_problem(20, 3, 120, request.param, ridge=0.05)
+    fitted = cases.fit(p)
+    return p, fitted, fitted.edit(dfl.Remove([2, 3, 7]))
+
+
+def test_delta_outputs_is_equation_8(case):
+    p, _, update = case
+    want = oracles.paper_eq8(p.K_qn, np.asarray(update.delta_alpha))
+    np.testing.assert_allclose(update.delta_outputs(p.x_q), want, rtol=1e-9)
+    by_params = p.J_q @ (np.asarray(update.params()) - np.asarray(update.before.params()))
+    np.testing.assert_allclose(update.delta_outputs(p.x_q), by_params, rtol=1e-8)
+
+
+@pytest.mark.parametrize("with_ridge", [True, False])
+def test_delta_loss_is_equations_9_and_13(case, with_ridge):
+    p, fitted, update = case
+    loss = oracles.LOSSES[p.loss_name]
+    arguments = (
+        p.K_qn,
+        p.K,
+        np.asarray(fitted.alpha),
+        np.asarray(fitted.predict(p.x_q)),
+        p.y_q,
+        np.asarray(update.delta_alpha),
+        p.ridge,
+        loss,
+    )
+    want = oracles.paper_eq13(*arguments, with_ridge=with_ridge)
+    got = update.delta_loss(p.x_q, p.y_q, include_ridge=with_ridge)
+    np.testing.assert_allclose(got, want, rtol=1e-8)
+
+
+@pytest.mark.parametrize("with_ridge", [True, False])
+def test_reevaluated_delta_loss_is_the_difference_of_losses(case, with_ridge):
+    p, fitted, update = case
+
+    def total(theta):
+        value = oracles.LOSSES[p.loss_name](oracles.outputs(theta, p.J_q, p.f0_q), p.y_q)[0]
+        return value + (0.5 * p.ridge * theta @ theta if with_ridge else 0)
+
+    want = total(np.asarray(update.params())) - total(np.asarray(fitted.params()))
+    got = update.delta_loss(p.x_q, p.y_q, include_ridge=with_ridge, linearised=False)
+    np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-12)
+
+
+def test_empty_limit_and_removing_all_but_one(case):
+    p, fitted, _ = case
+    same = fitted.edit(dfl.Reweight([4], [1.0]))
+    np.testing.assert_allclose(same.delta_alpha, 0, atol=1e-9)
+    left = fitted.edit(dfl.Remove(np.arange(19)), until=1e-9)
+    want = cases.retrain(p, cases.without(p, np.arange(19)))
+    assert cases.relative(left.params(), want) < 1e-7
+
+
+def test_removal_equals_weight_zero(case):
+    _, fitted, update = case
+    other = fitted.edit(dfl.Reweight([2, 3, 7], [0.0, 0.0, 0.0]))
+    np.testing.assert_array_equal(update.delta_alpha, other.delta_alpha)
+
+
+def test_committed_updates_chain_to_one_retraining(case):
+    p, fitted, _ = case
+    chained = fitted.edit(dfl.Remove([1, 2]), until=1e-9).commit().edit(dfl.Remove([5]), until=1e-9)
+    want = cases.retrain(p, cases.without(p, [1, 2, 5]))
+    assert cases.relative(chained.params(), want) < 1e-8
+    with pytest.raises(ValueError, match="not in the training set"):
+        chained.commit().edit(dfl.Remove([2]))
+
+
+def test_chaining_over_an_addition(case):
+    p, fitted, _ = case
+    added = fitted.edit(dfl.Add(p.x_q, p.y_q), until=1e-9).commit()
+    got = added.edit(dfl.Remove([20, 21, 22]), until=1e-9)
+    assert cases.relative(got.params(), fitted.params()) < 1e-8
+
+
+def test_kernel_function_and_matrix_give_the_same_fit():
+    p, sigma, sigma_qn = problems.kronecker_problem(20, 3, 40, "logistic", ridge=0.05)
+    phi = np.asarray(p.x)[:, 0, :40]  # the first output's Jacobian holds the shared features
+
+    def kernel(a, b):
+        return a @ b.T
+
+    by_function = dfl.fit(kernel, jnp.asarray(phi), p.y, loss=dfl.Logistic(), ridge=p.ridge)
+    by_matrix = dfl.fit(jnp.asarray(sigma), None, p.y, loss=dfl.Logistic(), ridge=p.ridge)
+    np.testing.assert_allclose(by_function.alpha, by_matrix.alpha, rtol=1e-8)
+    got = by_function.predict(jnp.asarray(p.x_q[:, 0, :40]))
+    np.testing.assert_allclose(got, sigma_qn @ np.asarray(by_matrix.alpha), rtol=1e-8)
+
+
+def test_kernels_without_parameters_say_so():
+    fitted = dfl.fit(jnp.eye(4), None, np.ones(4), loss=dfl.SquaredError(), ridge=1.0)
+    with pytest.raises(TypeError, match="without parameters"):
+        fitted.params()
