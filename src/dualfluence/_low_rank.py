@@ -1,7 +1,7 @@
 r"""Kernels of low rank, `K ≈ ΦΦᵀ`: random features of the gradient, and Nyström."""
 
 import math
-from typing import Any, Literal
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -109,7 +109,7 @@ def low_rank(
     x: Any,
     rank: int,
     *,
-    method: Literal["nystrom", "random-features"] = "nystrom",
+    method: str = "nystrom",
     num_outputs: int | None = None,
     key: PRNGKeyArray | None = None,
 ) -> AbstractLowRankSource:
