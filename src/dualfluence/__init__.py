@@ -27,6 +27,8 @@ from ._linearize import linearize as linearize
 from ._low_rank import low_rank as low_rank
 from ._models import PrecomputedKernel as PrecomputedKernel
 from ._newton import NotConverged as NotConverged
+from ._plan import PlanError as PlanError
+from ._plan import plan as plan
 from ._problem import Certificate as Certificate
 from ._version import __version__ as __version__
 from .losses import Convex as Convex

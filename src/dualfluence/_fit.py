@@ -32,24 +32,35 @@ from ._memory import memory_budget
 from ._models import FORMS, AbstractSource, NetworkSource, as_source, pull_back
 from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise, op_diagonal, op_mv
 from ._placement import ShardedSource
+from ._plan import check_fits
 from ._problem import State
 from ._progress import ProgressFn
 from ._readout import Reference, outputs_at
 from ._trees import tree_norm
 from .losses import AbstractLoss
-from .operators import AbstractKernelOperator, MatrixFreeOperator, ShardedMatrixFreeOperator
+from .operators import (
+    AbstractKernelOperator,
+    DenseOperator,
+    KroneckerOperator,
+    MatrixFreeOperator,
+    MixedOperator,
+    ShardedMatrixFreeOperator,
+    ShardedOperator,
+)
 from .solvers import (
     CG,
     AbstractDualSolver,
     AbstractPreconditioner,
     Auto,
     NoPreconditioner,
+    Refined,
     SpectralPreconditioner,
     resolve,
     spectral_preconditioner,
 )
 
 DEFAULT_RANK = 200
+POWER_STEPS = 1
 
 
 def fit(
@@ -64,6 +75,8 @@ def fit(
     form: str = "auto",
     mesh: Mesh | Sequence[Device] | None = None,
     kernel_op: AbstractKernelOperator | None = None,
+    refine: bool = False,
+    precision: jax.lax.Precision | None = None,
     solver: AbstractDualSolver | Auto | None = None,
     tolerance: float | None = None,
     rtol: float | None = None,
@@ -93,6 +106,10 @@ def fit(
       array. Under `jax.distributed`, call this in every process with the same data.
     - `kernel_op`: `K` on these points, if you have it: `store.build(...).operator()` for one on
       disk, `low_rank(...)`, or any operator. `model` then serves base outputs and queries.
+    - `refine`: with a float32 kernel, keep dual variables and residuals in float64 and refine the
+      float32 solves, here and in edits: float64 accuracy (for `K` as it is stored) at float32's price.
+    - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
+      on accelerators, and the error that makes is in `stats.notes`.
     - `solver`: `Auto()` by default.
     - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
     - `rtol`: relative residual of the last linear solves.
@@ -105,6 +122,7 @@ def fit(
     clock = Clock()
     source = _placed(as_source(model), mesh)
     setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
+    setup = _with_precision(setup, loss, y, refine, precision)
     data, op, offset, notes = setup
     solver = solver or Auto()
     picked = resolve(solver, op)
@@ -283,7 +301,7 @@ def _prepare(
         num_outputs = targets.shape[1] if targets.ndim == 2 else 1
     note: tuple[str, ...] = ()
     if op is None:
-        form, note = _choose_form(source, form, features.shape[0] * num_outputs, dtype)
+        form, note = _choose_form(source, form, features.shape[0], num_outputs, dtype)
         op = source.operator(features, num_outputs, form=form, progress=progress)
     elif (op.layout.num_points, op.num_outputs) != (features.shape[0], num_outputs):
         raise ValueError(
@@ -305,17 +323,61 @@ def _prepare(
     return data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note)
 
 
+_Setup = tuple[TrainingSet, AbstractKernelOperator, Array, tuple[str, ...]]
+
+
+def _with_precision(
+    setup: _Setup, loss: AbstractLoss, y: Any, refine: bool, precision: jax.lax.Precision | None
+) -> _Setup:
+    """The same problem with products as asked: cheaper ones measured, refined ones widened."""
+    data, op, base, notes = setup
+    if precision is not None:
+        op, error = _at_precision(op, precision)
+        notes += (f"products in {precision.name} precision, off by {error:.1e} of their norm",)
+    if refine and op.dtype != jnp.float64:
+        op = MixedOperator(op)
+        targets = loss.prepare_targets(y, op.num_outputs, op.dtype)
+        data = TrainingSet(data.x, np.asarray(targets), data.sample_weights)
+        base = base.astype(op.dtype)
+        notes += (f"{op.op.dtype} kernel, residuals and dual variables in float64",)
+    return data, op, base, notes
+
+
+def _at_precision(
+    op: AbstractKernelOperator, precision: jax.lax.Precision
+) -> tuple[AbstractKernelOperator, float]:
+    inner = op.op if isinstance(op, ShardedOperator) else op
+    if not isinstance(inner, (DenseOperator, KroneckerOperator)):
+        raise ValueError(
+            f"fit: precision applies to a dense or Kronecker K in memory, not {type(op).__name__}."
+        )
+    cheap = replace(inner, precision=precision)
+    cheap = replace(op, op=cheap) if isinstance(op, ShardedOperator) else cheap
+    probe = np.random.default_rng(0).normal(size=(op.layout.num_points, op.num_outputs))
+    v = op.layout.place(probe.astype(op.dtype))
+    exact = op_mv(op, v)
+    return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
+
+
 def _placed(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> AbstractSource:
     return source if mesh is None else ShardedSource(source, as_mesh(mesh))
 
 
 def _choose_form(
-    source: AbstractSource, form: str, size: int, dtype: Any
+    source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: Any
 ) -> tuple[str, tuple[str, ...]]:
-    if form != "auto" or source.network is None or isinstance(source, AbstractLowRankSource):
+    if isinstance(source, AbstractLowRankSource):
         return form, ()
+    size = num_points * num_outputs
     devices = source.mesh.size if isinstance(source, ShardedSource) else 1
-    needed, budget = size * size * jnp.dtype(dtype).itemsize, devices * memory_budget()
+    itemsize = jnp.dtype(dtype).itemsize
+    needed, budget = size * size * itemsize, devices * memory_budget()
+    if form == "dense" and source.network is not None:
+        check_fits(needed, devices, "a dense kernel")
+    if source.network is None and form != "matrix-free":
+        check_fits(num_points * num_points * itemsize, devices, "the kernel of these points")
+    if form != "auto" or source.network is None:
+        return form, ()
     if needed <= budget:
         return "dense", ()
     note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
@@ -338,6 +400,8 @@ def _preconditioner(
     key: PRNGKeyArray | None,
 ) -> tuple[AbstractPreconditioner, _Sketched]:
     """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
+    op = op.op if isinstance(op, MixedOperator) else op
+    solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs
     on_devices = isinstance(op, ShardedMatrixFreeOperator)
     if rank is None:

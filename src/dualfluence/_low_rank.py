@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 from ._linearize import Linearized
 from ._models import AbstractSource, as_source, pull_back
 from ._progress import ProgressFn
-from .operators import AbstractKernelOperator, LowRankOperator
+from .operators import AbstractKernelOperator, LowRankOperator, MixedOperator
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -59,6 +59,8 @@ class AbstractLowRankSource(AbstractSource):
     def extend(
         self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
     ) -> AbstractKernelOperator:
+        if isinstance(op, MixedOperator):
+            return MixedOperator(self.extend(op.op, x, x_new, progress=progress))
         assert isinstance(op, LowRankOperator)
         return LowRankOperator(jnp.concatenate([op.features, self.features(x_new)]))
 

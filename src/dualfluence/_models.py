@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -20,6 +21,7 @@ from .operators import (
     KroneckerOperator,
     LowRankOperator,
     MatrixFreeOperator,
+    MixedOperator,
 )
 
 FORMS = ("auto", "dense", "matrix-free")
@@ -86,9 +88,8 @@ class NetworkSource(AbstractSource):
     ) -> AbstractKernelOperator:
         if form == "matrix-free":
             return MatrixFreeOperator(self.model, x, num_outputs)
-        size = x.shape[0] * num_outputs
-        kernel = self.model.kernel(x, progress=progress)
-        return DenseOperator(kernel.reshape(size, size), num_outputs)
+        kernel = flatten_block(self.model.kernel(x, progress=progress))
+        return DenseOperator(kernel, num_outputs)
 
     def cross_mv(
         self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
@@ -208,8 +209,16 @@ def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelO
     )
 
 
+@partial(jax.jit, donate_argnums=0)
+def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
+    """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
+    return block.reshape(block.shape[0] * block.shape[1], -1)
+
+
 def bordered(op: AbstractKernelOperator, cross: Array, corner: Array) -> AbstractKernelOperator:
     """`[[K, cross], [crossᵀ, corner]]` in the structure of `op`."""
+    if isinstance(op, MixedOperator):
+        return MixedOperator(bordered(op.op, cross, corner))
     if isinstance(op, KroneckerOperator):
         return KroneckerOperator(_border(op.matrix, cross, corner), op.num_outputs, op.precision)
     m = corner.shape[0] * (1 if corner.ndim == 2 else op.num_outputs)

@@ -14,13 +14,14 @@ from jaxtyping import Array, Float, PyTree
 
 from ._layout import AXIS, Device, Layout, map_shards, on_mesh
 from ._linearize import Linearized
-from ._models import AbstractSource
+from ._models import AbstractSource, flatten_block
 from ._progress import ProgressFn
 from .operators import (
     AbstractKernelOperator,
     BorderedOperator,
     DenseOperator,
     KroneckerOperator,
+    MixedOperator,
     ShardedMatrixFreeOperator,
     ShardedOperator,
 )
@@ -83,6 +84,8 @@ class ShardedSource(AbstractSource):
     def extend(
         self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
     ) -> AbstractKernelOperator:
+        if isinstance(op, MixedOperator):
+            return MixedOperator(self.extend(op.op, x, x_new, progress=progress))
         old, new = op.layout, self.layout(x_new)
         c = op.num_outputs
         if isinstance(op, ShardedMatrixFreeOperator):
@@ -115,7 +118,7 @@ def _blocks(
 
     def fill(device: Device, index: slice, report: bool | ProgressFn) -> Array:
         block = _on(source, device).block(rows[index], cols, report)
-        return _flatten(block) if block.ndim == 4 else block
+        return flatten_block(block) if block.ndim == 4 else block
 
     parts = _on_each_device(fill, layout, progress)
     width = parts[0].shape[1]
@@ -158,11 +161,6 @@ def _on(source: AbstractSource, device: Device) -> AbstractSource:
 def _rows(layout: Layout) -> NamedSharding:
     assert layout.sharding is not None
     return layout.sharding
-
-
-@partial(jax.jit, donate_argnums=0)
-def _flatten(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
-    return block.reshape(block.shape[0] * block.shape[1], -1)
 
 
 def _base_outputs(model: Linearized, x: Array) -> Array:

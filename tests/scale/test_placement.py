@@ -77,6 +77,8 @@ def test_no_device_holds_more_than_its_share(placed, devices, request):
     for kind, whole in exact.items():
         held, _ = got[f"held/{kind}/kernel"]
         assert 0 < held <= 1.1 * whole / devices, kind
+        planned = dfl.plan(POINTS, 3, structure=kind, dtype="float64", devices=devices)
+        assert held == planned[kind].bytes_per_device
         held, total = got[f"held/{kind}/alpha"]
         assert held == total // devices, kind
 

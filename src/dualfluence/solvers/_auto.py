@@ -4,10 +4,16 @@ from typing import NamedTuple
 
 import equinox as eqx
 
-from ..operators import AbstractKernelOperator, KroneckerOperator, LowRankOperator
+from ..operators import (
+    AbstractKernelOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    MixedOperator,
+)
 from ._base import AbstractDualSolver
 from ._cg import CG
 from ._cholesky import Cholesky
+from ._refined import Refined
 
 DIRECT_SIZE = 1024
 """Up to this size of the factorised matrix a direct solve is both exact and quick."""
@@ -42,7 +48,10 @@ class Auto(eqx.Module):
 
 
 def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> Choice:
-    """`Auto` resolved, anything else as asked."""
+    """`Auto` resolved, anything else as asked; refined where `K` is in mixed precision."""
+    if isinstance(op, MixedOperator):
+        solver, reason = resolve(solver, op.op)
+        return Choice(Refined(solver), reason)
     if isinstance(solver, Auto):
         return solver.choose(op)
     if isinstance(solver, Cholesky) and op.layout.sharding is not None:
