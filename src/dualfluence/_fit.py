@@ -222,7 +222,7 @@ def from_trained(
     check_finite("from_trained outputs", outputs)
     gradient_model = model if linearised else replace(model, params=trained_params)
     w = jnp.asarray(data.weights, outputs.dtype)[:, None]
-    g = w * loss.grad(outputs, jnp.asarray(data.targets))
+    g = w * loss.grad(outputs, data.targets)
     alpha = -g / float(ridge)
     placed = op.layout.place(alpha)
     state = State(placed, op_mv(op, placed))
@@ -319,7 +319,7 @@ def _prepare(
     check_finite("weights", samples)
     if (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("fit: weights must be non-negative with a positive sum.")
-    data = TrainingSet(features, np.asarray(targets), samples)
+    data = TrainingSet(features, targets, samples)
     return data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note)
 
 
@@ -337,7 +337,7 @@ def _with_precision(
     if refine and op.dtype != jnp.float64:
         op = MixedOperator(op)
         targets = loss.prepare_targets(y, op.num_outputs, op.dtype)
-        data = TrainingSet(data.x, np.asarray(targets), data.sample_weights)
+        data = TrainingSet(data.x, targets, data.sample_weights)
         base = base.astype(op.dtype)
         notes += (f"{op.op.dtype} kernel, residuals and dual variables in float64",)
     return data, op, base, notes

@@ -16,6 +16,7 @@ from ._newton import (
     NotConverged,
     Point,
     Stats,
+    StepReport,
     Tolerances,
     check_report,
     influence_step,
@@ -203,16 +204,16 @@ class Fitted(DualModel):
         dtype = self.state.alpha.dtype
         if steps == 1 and until is None:
             tol = jnp.asarray(rtol, dtype)
-            point, report = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
-            check_report(report, point, "edit")
-            iterations = int(report.iterations)
+            point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
+            report = StepReport.unpack(packed)
+            check_report(report, dtype, "edit")
             return point, {
                 "steps": 1,
-                "iterations": iterations,
-                "products": int(report.products) + 1,
-                "residual": float(report.residual),
-                "converged": bool(report.converged),
-                "inner_converged": bool(report.converged),
+                "iterations": report.iterations,
+                "products": report.products + 1,
+                "residual": report.residual,
+                "converged": report.converged,
+                "inner_converged": report.converged,
             }
         start = inspect_jit(op, problem, self.state, diagonal)
         tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
@@ -245,10 +246,10 @@ class Fitted(DualModel):
         alpha = layout.grow(self.state.alpha, op.num_points)
         state = State(alpha, op_mv(op, alpha))
         offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
-        offset = np.concatenate([self.layout.points(self.offset), offset_new])
+        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
-            np.concatenate([self.data.targets, data.targets[-added:]]),
+            jnp.concatenate([self.data.targets, data.targets[-added:]]),
             np.pad(self.data.sample_weights, (0, added)),
         )
         pre = self.preconditioner

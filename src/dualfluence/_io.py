@@ -80,7 +80,9 @@ def load(
     """
     meta, arrays = _read(Path(path))
     source = as_source(model)
-    data = TrainingSet(jnp.asarray(arrays["x"]), arrays["targets"], arrays["sample_weights"])
+    data = TrainingSet(
+        jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"]), arrays["sample_weights"]
+    )
     c = arrays["alpha"].shape[1]
     reference = _reference(source, arrays, meta)
     _check_model(source, data, arrays, reference)

@@ -44,6 +44,12 @@ class AbstractSource(eqx.Module):
         assert self.network is not None
         return pull_back(self.network, x, v)
 
+    def moved_params(self, params: PyTree, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        """`params + J(x)ᵀ v`, frozen leaves as they are."""
+        assert self.network is not None
+        theta, frozen = self.network.split(params)
+        return eqx.combine(jax.tree.map(jnp.add, theta, self.pull_back(x, v)), frozen)
+
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
         """`f₀(x)`, or `None` for zero outputs of a width that the targets decide."""
@@ -75,6 +81,9 @@ class NetworkSource(AbstractSource):
     @property
     def network(self) -> Linearized:
         return self.model
+
+    def moved_params(self, params: PyTree, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        return moved_params(self.model, params, x, v)
 
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         return self.model.kernel(x1, x2, progress=progress)
@@ -247,3 +256,10 @@ def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
 def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
     """`J(x)ᵀ v`, compiled once per shape."""
     return model.vjp(x, v)
+
+
+@eqx.filter_jit
+def moved_params(model: Linearized, params: PyTree, x: Array, v: Array) -> PyTree:
+    """`θ + J(x)ᵀ v` in one compiled program; leaves that are not trainable stay."""
+    theta, frozen = model.split(params)
+    return eqx.combine(jax.tree.map(jnp.add, theta, model.vjp(x, v)), frozen)

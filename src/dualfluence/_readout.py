@@ -4,7 +4,6 @@ import abc
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
@@ -66,11 +65,8 @@ class DualModel(eqx.Module):
 
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
-        network = self.network
-        base = network.params if self.reference is None else self.reference.params
-        theta, frozen = network.split(base)
-        step = self.source.pull_back(self.x, self.moved_alpha())
-        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+        base = self.network.params if self.reference is None else self.reference.params
+        return self.source.moved_params(base, self.x, self.moved_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.

@@ -50,9 +50,9 @@ def _page(result: dict[str, Any]) -> str:
 <meta name="viewport" content="width=device-width"><title>dualfluence demo</title>
 <style>{STYLE}</style></head><body>
 <h1>Removing training points without retraining</h1>
-<p>A linearised {html.escape(config["network"])} network ({config["parameters"]:,} parameters) was fitted to
-{config["points"]} MNIST digits (softmax cross-entropy, λ = {config["ridge"]:g}) in {fit["steps"]} Newton steps
-and {fit["products"]} products with its {config["points"] * config["outputs"]:,}² kernel. Then parts of the
+<p>A linearised {html.escape(config["network"])} network ({config["parameters"]:,} parameters) was
+fitted to {config["points"]} MNIST digits (softmax cross-entropy,
+λ = {config["ridge"]:g}) in {fit["steps"]} Newton steps and {fit["products"]} products with its {config["points"] * config["outputs"]:,}² kernel. Then parts of the
 training set were removed, and each method estimated the parameters that retraining would give.</p>
 <img alt="Time, distance, certificate and forget accuracy against the share removed"
 src="data:image/png;base64,{picture}">

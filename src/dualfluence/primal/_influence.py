@@ -229,7 +229,7 @@ def _training_set(
     check_finite("weights", samples)
     if samples.ndim != 1 or (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("influence: weights must be a non-negative vector with a positive sum.")
-    return TrainingSet(features, np.asarray(targets), samples)
+    return TrainingSet(features, targets, samples)
 
 
 def _check_solution(
