@@ -45,15 +45,17 @@ def write_page(result: dict[str, Any], path: Path) -> None:
 def _page(result: dict[str, Any]) -> str:
     config, machine, fit = result["config"], result["machine"], result["fit"]
     rows = "\n".join(_row(o, i) for i, o in enumerate(result["outcomes"]))
+    size = config["points"] * config["outputs"]
     picture = base64.b64encode(_plots(result)).decode()
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width"><title>dualfluence demo</title>
 <style>{STYLE}</style></head><body>
 <h1>Removing training points without retraining</h1>
 <p>A linearised {html.escape(config["network"])} network ({config["parameters"]:,} parameters) was
-fitted to {config["points"]} MNIST digits (softmax cross-entropy,
-λ = {config["ridge"]:g}) in {fit["steps"]} Newton steps and {fit["products"]} products with its {config["points"] * config["outputs"]:,}² kernel. Then parts of the
-training set were removed, and each method estimated the parameters that retraining would give.</p>
+fitted to {config["points"]} MNIST digits (softmax cross-entropy, λ = {config["ridge"]:g}) in
+{fit["steps"]} Newton steps and {fit["products"]} products with its kernel of size {size:,}. Then
+parts of the training set were removed, and each method estimated the parameters that retraining
+would give.</p>
 <img alt="Time, distance, certificate and forget accuracy against the share removed"
 src="data:image/png;base64,{picture}">
 <h2>Numbers</h2>
