@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -13,7 +14,8 @@ from ._checks import check_finite, check_indices, check_range, check_rows
 from .losses import AbstractLoss
 
 
-class TrainingSet(eqx.Module):
+@dataclass(frozen=True, eq=False)
+class TrainingSet:
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
     Removed points keep their row with weight zero: positions never shift and nothing recompiles.

@@ -1,10 +1,10 @@
 """A fitted model and its edits."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -43,7 +43,8 @@ MAX_STEPS = 100
 OnFailure = Literal["raise", "report"]
 
 
-class Fidelity(eqx.Module):
+@dataclass(frozen=True)
+class Fidelity:
     """How far a network that the user trained is from what the dual equation assumes.
 
     - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
@@ -56,6 +57,7 @@ class Fidelity(eqx.Module):
     output_gap: float
 
 
+@dataclass(frozen=True, eq=False)
 class Fitted(DualModel):
     """A model at (or near) the optimum of its training objective.
 
@@ -63,14 +65,14 @@ class Fitted(DualModel):
     """
 
     loss: AbstractLoss
-    ridge: float = eqx.field(static=True)
+    ridge: float
     kernel_op: AbstractKernelOperator
     offset: Float[Array, "n c"]
     kernel_diagonal: Float[Array, "n c"]
     preconditioner: AbstractPreconditioner
     certificate: Certificate
-    stats: Stats = eqx.field(static=True)
-    fidelity: Fidelity | None = eqx.field(static=True, default=None)
+    stats: Stats
+    fidelity: Fidelity | None = None
 
     @property
     def layout(self) -> Layout:
@@ -203,7 +205,7 @@ class Fitted(DualModel):
         op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
         dtype = self.state.alpha.dtype
         if steps == 1 and until is None:
-            tol = jnp.asarray(rtol, dtype)
+            tol = jax.device_put(host_scalar(rtol, self.offset))
             point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
             report = StepReport.unpack(packed)
             check_report(report, dtype, "edit")
@@ -276,12 +278,13 @@ class Fitted(DualModel):
         save(self, path, include_kernel=include_kernel)
 
 
+@dataclass(frozen=True, eq=False)
 class Update(DualModel):
     """A model after an edit: dual variables, certificate, stats, and what changed."""
 
     before: Fitted
     certificate: Certificate
-    stats: Stats = eqx.field(static=True)
+    stats: Stats
 
     @property
     def layout(self) -> Layout:
@@ -360,10 +363,17 @@ def make_problem(
     layout: Layout,
 ) -> Problem:
     """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
-    dtype = offset.dtype
-    weights = layout.place(np.asarray(data.weights, dtype))
-    targets = layout.place(data.targets, "last")
-    return Problem(loss, targets, weights, layout.scalar(ridge, dtype), offset)
+    weights = data.weights.astype(offset.dtype)
+    if layout.sharding is None:
+        weights, scalar = jax.device_put((weights, host_scalar(ridge, offset)))
+        return Problem(loss, data.targets, weights, scalar, offset)
+    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
+    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
+
+
+def host_scalar(value: float, like: Array) -> np.ndarray:
+    """A number in the dtype of `like`, cast on the host: no kernel launch for it."""
+    return np.asarray(value, like.dtype)
 
 
 def make_stats(

@@ -148,7 +148,7 @@ def linearize(
     *,
     anchor: str = "params",
     trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
-    batch_size: int = 1024,
+    batch_size: int = 2048,
 ) -> Linearized:
     r"""Linearise any JAX function of a parameter pytree at `params`.
 

@@ -45,9 +45,13 @@ class StepReport(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
-        iterations, products, residual, converged, *floats, at_floor = np.asarray(packed).tolist()
-        counts = int(iterations), int(products)
-        return cls(*counts, residual, bool(converged), *floats, bool(at_floor))
+        values = cls(*np.asarray(packed).tolist())
+        return values._replace(
+            iterations=int(values.iterations),
+            products=int(values.products),
+            converged=bool(values.converged),
+            at_floor=bool(values.at_floor),
+        )
 
 
 class Point(eqx.Module):

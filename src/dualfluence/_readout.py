@@ -1,6 +1,7 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
 import abc
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -23,8 +24,13 @@ class Reference(eqx.Module):
     linearised: bool = eqx.field(static=True)
 
 
-class DualModel(eqx.Module):
-    """A model as dual variables over training points. What fits and updates have in common."""
+@dataclass(frozen=True, eq=False)
+class DualModel:
+    """A model as dual variables over training points. What fits and updates have in common.
+
+    A plain record, not a pytree: it never enters a compiled function, and a request should not pay
+    for being able to.
+    """
 
     source: AbstractSource
     data: TrainingSet
