@@ -11,6 +11,7 @@ from . import metrics as metrics
 from . import operators as operators
 from . import primal as primal
 from . import solvers as solvers
+from . import store as store
 from ._edits import Add as Add
 from ._edits import Relabel as Relabel
 from ._edits import Remove as Remove
@@ -23,8 +24,11 @@ from ._fitted import Update as Update
 from ._io import load as load
 from ._linearize import Linearized as Linearized
 from ._linearize import linearize as linearize
+from ._low_rank import low_rank as low_rank
 from ._models import PrecomputedKernel as PrecomputedKernel
 from ._newton import NotConverged as NotConverged
+from ._plan import PlanError as PlanError
+from ._plan import plan as plan
 from ._problem import Certificate as Certificate
 from ._version import __version__ as __version__
 from .losses import Convex as Convex

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ._edits import AbstractEdit, TrainingSet, apply_edits
+from ._layout import Layout
 from ._newton import (
     Clock,
     NotConverged,
@@ -21,6 +22,8 @@ from ._newton import (
     influence_step,
     inspect_jit,
     minimise,
+    op_diagonal,
+    op_mv,
 )
 from ._problem import Certificate, Problem, State
 from ._progress import ProgressFn
@@ -72,9 +75,13 @@ class Fitted(DualModel):
     fidelity: Fidelity | None = None
 
     @property
+    def layout(self) -> Layout:
+        return self.kernel_op.layout
+
+    @property
     def outputs(self) -> Float[Array, "n c"]:
         """Outputs at the training points."""
-        return self.offset + self.state.k_alpha
+        return self.layout.points(self.offset + self.state.k_alpha)
 
     @property
     def num_outputs(self) -> int:
@@ -82,7 +89,7 @@ class Fitted(DualModel):
 
     def problem(self, data: TrainingSet | None = None) -> Problem:
         """The objective on this training set, or on an edited one with the same rows."""
-        return make_problem(data or self.data, self.loss, self.ridge, self.offset)
+        return make_problem(data or self.data, self.loss, self.ridge, self.offset, self.layout)
 
     def edit(
         self,
@@ -151,7 +158,8 @@ class Fitted(DualModel):
         clock = Clock()
         base = self._extended(data, progress)
         picked = resolve(solver or Auto(), base.kernel_op)
-        zero = jnp.zeros_like(base.offset)
+        shape = (base.data.num_points, base.num_outputs)
+        zero = base.layout.place(np.zeros(shape, base.offset.dtype))
         problem = base.problem(data)
         start = inspect_jit(base.kernel_op, problem, State(zero, zero), base.kernel_diagonal)
         limit = default_tolerance(zero.dtype) if tolerance is None else tolerance
@@ -236,10 +244,11 @@ class Fitted(DualModel):
             return self
         x_new = data.x[-added:]
         op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
-        rows = ((0, added), (0, 0))
-        alpha = jnp.pad(self.state.alpha, rows)
-        state = State(alpha, op.mv(alpha))
-        offset_new = self._offset_at(x_new, state.k_alpha[-added:])
+        layout = op.layout
+        alpha = layout.grow(self.state.alpha, op.num_points)
+        state = State(alpha, op_mv(op, alpha))
+        offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
+        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
             jnp.concatenate([self.data.targets, data.targets[-added:]]),
@@ -247,14 +256,14 @@ class Fitted(DualModel):
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
-            pre = SpectralPreconditioner(jnp.pad(pre.features, (*rows, (0, 0))))
+            pre = SpectralPreconditioner(layout.grow(pre.features, op.num_points))
         return replace(
             self,
             data=before,
             kernel_op=op,
             state=state,
-            offset=jnp.concatenate([self.offset, offset_new]),
-            kernel_diagonal=op.diagonal(),
+            offset=layout.place(offset, "last"),
+            kernel_diagonal=op_diagonal(op),
             preconditioner=pre,
         )
 
@@ -278,14 +287,18 @@ class Update(DualModel):
     stats: Stats
 
     @property
+    def layout(self) -> Layout:
+        return self.before.layout
+
+    @property
     def delta_alpha(self) -> Float[Array, "n c"]:
         """`Δα`; rows of added or replaced points come last."""
-        return self.state.alpha - self.before.state.alpha
+        return self.layout.points(self.state.alpha - self.before.state.alpha)
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
         """Outputs at all training rows, removed ones included."""
-        return self.before.offset + self.state.k_alpha
+        return self.layout.points(self.before.offset + self.state.k_alpha)
 
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
@@ -321,7 +334,7 @@ class Update(DualModel):
         f, delta_f = before.predict(xq), self.delta_outputs(xq)
         if linearised:
             change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
-            ridge_change = jnp.sum(before.state.k_alpha * self.delta_alpha)
+            ridge_change = jnp.sum(before.state.k_alpha * (self.state.alpha - before.state.alpha))
         else:
             change = loss.value(f + delta_f, y) - loss.value(f, y)
             ridge_change = 0.5 * (_square(self.state) - _square(before.state))
@@ -343,13 +356,19 @@ class Update(DualModel):
 
 
 def make_problem(
-    data: TrainingSet, loss: AbstractLoss, ridge: float, offset: Float[Array, "n c"]
+    data: TrainingSet,
+    loss: AbstractLoss,
+    ridge: float,
+    offset: Float[Array, "n c"],
+    layout: Layout,
 ) -> Problem:
-    """The objective's arrays, in the dtype of the outputs."""
-    weights, scalar = jax.device_put(
-        (data.weights.astype(offset.dtype), host_scalar(ridge, offset))
-    )
-    return Problem(loss, data.targets, weights, scalar, offset)
+    """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
+    weights = data.weights.astype(offset.dtype)
+    if layout.sharding is None:
+        weights, scalar = jax.device_put((weights, host_scalar(ridge, offset)))
+        return Problem(loss, data.targets, weights, scalar, offset)
+    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
+    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
 
 
 def host_scalar(value: float, like: Array) -> np.ndarray:

@@ -124,21 +124,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 
 
 def _arrays(fitted: Fitted) -> dict[str, np.ndarray]:
-    cert = fitted.certificate
+    cert, points = fitted.certificate, fitted.layout.points
     arrays = {
         "x": fitted.data.x,
         "targets": fitted.data.targets,
         "sample_weights": fitted.data.sample_weights,
-        "alpha": fitted.state.alpha,
-        "k_alpha": fitted.state.k_alpha,
-        "offset": fitted.offset,
-        "kernel_diagonal": fitted.kernel_diagonal,
+        "alpha": fitted.alpha,
+        "k_alpha": points(fitted.state.k_alpha),
+        "offset": points(fitted.offset),
+        "kernel_diagonal": points(fitted.kernel_diagonal),
         "certificate": jnp.stack(
             [cert.gradient_norm, cert.rounding, cert.parameter_norm, cert.ridge]
         ),
     }
     if isinstance(fitted.preconditioner, SpectralPreconditioner):
-        arrays["preconditioner"] = fitted.preconditioner.features
+        arrays["preconditioner"] = points(fitted.preconditioner.features)
     if fitted.reference is not None:
         arrays["reference_alpha"] = fitted.reference.alpha
         for i, leaf in enumerate(jax.tree.leaves(fitted.reference.params)):

@@ -79,6 +79,18 @@ inspect_jit = eqx.filter_jit(inspect)
 
 
 @eqx.filter_jit
+def op_mv(op: AbstractKernelOperator, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+    """`K v`, compiled."""
+    return op.mv(v)
+
+
+@eqx.filter_jit
+def op_diagonal(op: AbstractKernelOperator) -> Float[Array, "n c"]:
+    """Diagonal of `K`, compiled."""
+    return op.diagonal()
+
+
+@eqx.filter_jit
 def newton_step(
     op: AbstractKernelOperator,
     problem: Problem,

@@ -1,5 +1,6 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
+import abc
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,8 +10,9 @@ from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_finite
 from ._edits import TrainingSet
+from ._layout import Layout
 from ._linearize import Linearized
-from ._models import AbstractSource, NetworkSource, moved_params
+from ._models import AbstractSource
 from ._problem import State
 
 
@@ -41,19 +43,24 @@ class DualModel:
         return self.data.x
 
     @property
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Which rows of `state` are training points, and where they live."""
+
+    @property
     def alpha(self) -> Float[Array, "n c"]:
         """Dual variables, one row per training point."""
-        return self.state.alpha
+        return self.layout.points(self.state.alpha)
 
     @property
     def network(self) -> Linearized:
         """The linearised network, or an error for a kernel without parameters."""
-        if not isinstance(self.source, NetworkSource):
+        if self.source.network is None:
             raise TypeError(
                 "params: this model is a kernel without parameters (infinitely wide, or your own "
                 "kernel). Read out predictions instead, or use linearize for a finite network."
             )
-        return self.source.model
+        return self.source.network
 
     def moved_alpha(self) -> Float[Array, "n c"]:
         """`α`, or `α − α_ref` for a network trained by the user."""
@@ -64,9 +71,8 @@ class DualModel:
 
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
-        network = self.network
-        base = network.params if self.reference is None else self.reference.params
-        return moved_params(network, base, self.x, self.moved_alpha())
+        base = self.network.params if self.reference is None else self.reference.params
+        return self.source.moved_params(base, self.x, self.moved_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.

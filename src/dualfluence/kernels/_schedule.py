@@ -33,7 +33,7 @@ class Tiles:
 
 def default_tile_bytes() -> int:
     """256 MiB, or on an accelerator an eighth of its free memory where that is more."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return DEFAULT_TILE_BYTES
