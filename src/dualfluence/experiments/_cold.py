@@ -1,6 +1,6 @@
 """Cold runtime: first calls in a process of their own, compilation included.
 
-Run as `python -m dualfluence.experiments._cold FOLDER`. Starting Python, initialising the device and
+Starting Python, initialising the device and
 loading the trained state with its kernel are not counted; compiled functions are dropped before
 each method, so that none profits from another's.
 """
@@ -13,10 +13,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from .._io import load
+from .._linearize import linearize
+from ._common import make_network, timed
 from ._config import Architecture, Row
-from ._methods import Settings
+from ._methods import Settings, make_methods
 
 STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
 REQUEST, ANSWER = "request.json", "answer.json"
@@ -39,10 +44,11 @@ def measure(
     settings_env = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_ENABLE_X64": "1" if jax.config.read("jax_enable_x64") else "0",
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
     done = subprocess.run(
-        [sys.executable, "-m", __spec__.name, str(folder)],
+        [sys.executable, "-c", f"from {__name__} import main; main()", str(folder)],
         env=os.environ | settings_env,
         capture_output=True,
         text=True,
@@ -54,21 +60,14 @@ def measure(
     return json.loads((folder / ANSWER).read_text())
 
 
-def main(folder: Path) -> None:
+def main() -> None:
     """The child: load, then time each method's first call."""
-    import jax
-    import jax.numpy as jnp
-
-    from .._io import load
-    from .._linearize import linearize
-    from ._common import make_network, timed
-    from ._methods import make_methods
-
+    folder = Path(sys.argv[1])
     request = json.loads((folder / REQUEST).read_text())
     net = make_network(Architecture(**request["network"]))
     with np.load(folder / PARAMS) as file:
         leaves = [jnp.asarray(file[name]) for name in file.files]
-    fitted, y = None, np.load(folder / TARGETS)
+    y = np.load(folder / TARGETS)
     with jax.default_matmul_precision(request["precision"]):
         shape = jax.eval_shape(
             lambda k: net.init(k, _input_shape(folder), outputs=_outputs(folder)), jax.random.key(0)
@@ -96,7 +95,3 @@ def _input_shape(folder: Path) -> tuple[int, ...]:
 def _outputs(folder: Path) -> int:
     with np.load(folder / STATE) as file:
         return file["alpha"].shape[1]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

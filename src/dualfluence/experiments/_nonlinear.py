@@ -140,25 +140,21 @@ def trained_network(
 def precision_check(config: Fig2 | Fig3, context: Context, points: Points) -> dict[str, Any]:
     """How far some epochs in the chosen matmul precision lie from the same in full float32."""
     model = make_model(config, points, context.seed)
-    y = jnp.asarray(points.y)
+    settings = {
+        "ridge": min(config.ridges),
+        "rate": config.rate,
+        "epochs": CHECK_EPOCHS,
+        "record_every": CHECK_EPOCHS,
+        "progress": False,
+    }
     ends, seconds = [], []
     for precision in (config.matmul_precision, "highest"):
         with jax.default_matmul_precision(precision):
-            for _ in range(2):  # the second run is without compilation
-                start = time.perf_counter()
-                theta = train(
-                    model,
-                    points.x,
-                    y,
-                    ridge=min(config.ridges),
-                    rate=config.rate,
-                    epochs=CHECK_EPOCHS,
-                    record_every=CHECK_EPOCHS,
-                    progress=False,
-                )
-                elapsed = time.perf_counter() - start
-            ends.append(theta)
-            seconds.append(elapsed / CHECK_EPOCHS)
+            args = (model, points.x, jnp.asarray(points.y))
+            train(*args, **settings)  # compiles
+            start = time.perf_counter()
+            ends.append(train(*args, **settings))
+            seconds.append((time.perf_counter() - start) / CHECK_EPOCHS)
     apart = float(tree_norm(jax.tree.map(jnp.subtract, *ends)))
     moved = float(tree_norm(jax.tree.map(jnp.subtract, ends[1], model.params)))
     return {

@@ -9,7 +9,6 @@ import matplotlib
 import matplotlib.figure
 import numpy as np
 
-from .._io import write_atomically
 from . import _published as published
 from ._methods import (
     COMPARED,
@@ -22,6 +21,7 @@ from ._methods import (
     SHARDED,
     TANGENT,
 )
+from ._results import write_bytes
 
 matplotlib.use("Agg")
 from matplotlib.axes import Axes
@@ -42,7 +42,7 @@ STYLES: dict[str, dict[str, Any]] = {
 RIDGE_COLOURS = ("#0072B2", "#009E73", "#E69F00", "#D55E00")
 PUBLISHED = {"color": "#000000", "marker": "*", "linestyle": "none", "markersize": 9, "mfc": "none"}
 ROW_TITLES = {"fcnn": "FCNN, MNIST", "cnn": "CNN, CIFAR-10 classes 0 and 1"}
-FONTS = {
+FONTS: Any = {
     "font.size": 10,
     "axes.titlesize": 10.5,
     "axes.labelsize": 10,
@@ -66,7 +66,7 @@ def draw(results: dict[str, Any], folder: Path) -> Path:
         buffer = BytesIO()
         figure.savefig(buffer, dpi=DPI, format="png")
     path = folder / f"{name}.png"
-    write_atomically(path, lambda file: file.write(buffer.getvalue()) and None)
+    write_bytes(path, buffer.getvalue())
     return path
 
 
@@ -103,6 +103,9 @@ def caption(results: dict[str, Any]) -> str:
 
 def _new(results: dict[str, Any], rows: int, cols: int, width: float, height: float, title: str):
     figure = Figure(figsize=(width * cols, height * rows + 1.1), layout="constrained")
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(w_pad=0.1, h_pad=0.08)  # pyright: ignore[reportCallIssue]
     axes = figure.subplots(rows, cols, squeeze=False)
     smoke = results["scale"] == "smoke"
     figure.suptitle(

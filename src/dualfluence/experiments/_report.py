@@ -5,11 +5,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from .._io import write_atomically
 from ._claims import CLAIMS, COMPARISONS, FAILS, HOLDS, Claim, Comparison
 from ._config import NAMES
 from ._published import SOURCE
-from ._results import read_results
+from ._results import read_results, write_bytes
 
 TITLES = {
     "fig1": "Figure 1: unlearning from linearised networks",
@@ -68,7 +67,7 @@ def write_report(folder: Path) -> Path:
         f"{''.join(sections)}</body></html>\n"
     )
     path = folder / "report.html"
-    write_atomically(path, lambda file: file.write(page.encode()) and None)
+    write_bytes(path, page.encode())
     return path
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from ._config import Config, as_json
 
 COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 FORMAT = 1
+KEYED = ("percentages", "ridges", "cold")
 
 
 class OutOfBudget(Exception):
@@ -73,7 +74,9 @@ class Run:
         self.store, self.name, self.scale, self.config, self.seed = store, name, scale, config, seed
         self.pieces: dict[str, Any] = {}
         self.complete = True
-        self._fingerprint = fingerprint([name, as_json(config), seed])
+        # Pieces are per percentage and ridge: asking for more of them keeps those that are there.
+        fixed = {k: v for k, v in as_json(config).items() if k not in KEYED}
+        self._fingerprint = fingerprint([name, fixed, seed])
 
     def piece(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The values under `key`: from disk when resuming, else computed and written."""
@@ -127,7 +130,16 @@ def read_results(out: Path, name: str) -> dict[str, Any] | None:
 def write_json(path: Path, value: Any) -> None:
     """JSON, atomically; not-a-number and infinity become `null`."""
     text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
-    write_atomically(path, lambda file: file.write(text.encode()) and None)
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """All of `content`, or the file as it was."""
+
+    def write(file: IO[bytes]) -> None:
+        file.write(content)
+
+    write_atomically(path, write)
 
 
 def plain(value: Any) -> Any:
