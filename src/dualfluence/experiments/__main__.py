@@ -21,6 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--percentages", type=_integers, help="e.g. 10,50,90")
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--repeats", type=int, help="warm runs per method")
+    parser.add_argument("--released-repeats", type=int, help="runs of the eager published methods")
     parser.add_argument("--cg-steps", type=int, help="of the published methods")
     parser.add_argument("--matmul-precision", help="e.g. highest, TF32_TF32_F32_X3")
     parser.add_argument("--plots-only", action="store_true", help="redraw from the JSON files")
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "percentages": given.percentages,
         "epochs": given.epochs,
         "repeats": given.repeats,
+        "released_repeats": given.released_repeats,
         "cg_steps": given.cg_steps,
         "matmul_precision": given.matmul_precision,
     }

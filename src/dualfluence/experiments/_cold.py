@@ -21,7 +21,7 @@ from .._io import load
 from .._linearize import linearize
 from ._common import make_network, timed
 from ._config import Architecture, Row
-from ._methods import Settings, make_methods
+from ._methods import PAPER_RELEASED, Settings, make_methods, make_released
 
 STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
 REQUEST, ANSWER = "request.json", "answer.json"
@@ -29,7 +29,7 @@ TIMEOUT_SECONDS = 1800.0
 
 
 def measure(
-    folder: Path, gone: np.ndarray, settings: Settings, precision: str, row: Row
+    folder: Path, gone: np.ndarray, settings: Settings, precision: str, row: Row, *, released: bool
 ) -> dict[str, Any]:
     """Ask a new process for the seconds of every method's first call on this forget set."""
     request = {
@@ -37,6 +37,7 @@ def measure(
         "settings": settings._asdict(),
         "precision": precision,
         "network": asdict(row.network),
+        "released": released,
     }
     (folder / REQUEST).write_text(json.dumps(request))
     (folder / ANSWER).unlink(missing_ok=True)
@@ -77,6 +78,9 @@ def main() -> None:
         assert fitted.reference is not None
         trained = fitted.reference.params
         methods = make_methods(fitted, trained, y, Settings(**request["settings"]))
+        if request["released"]:
+            slow = make_released(fitted, trained, Settings(**request["settings"]))
+            methods[PAPER_RELEASED] = slow[PAPER_RELEASED]
         ones = jnp.ones((64, 64))
         jax.block_until_ready((fitted.kernel_op, ones @ ones))
         gone = np.asarray(request["gone"])

@@ -63,6 +63,7 @@ class Fig1:
     rows: tuple[Row, ...]
     percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
     repeats: int = 5
+    released_repeats: int = 1
     cg_steps: int = 500
     cg_rtol: float = 1e-8
     cold: bool = True

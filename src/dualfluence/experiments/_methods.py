@@ -14,11 +14,11 @@ from .. import primal
 from .._edits import Remove
 from .._fitted import Fitted
 from .._problem import Problem, State
-from .._readout import apply_network
 from ..metrics import tree_norm
 from ..operators import AbstractKernelOperator, DenseOperator
 from ..solvers import AbstractPaperForm, PaperCG
 from ..solvers import _paper as paper
+from ._released import released_dual, released_parameter_space
 
 PARAMETER = "parameter space"
 PAPER = "paper's dual form"
@@ -26,10 +26,13 @@ SHARDED = "paper's dual form, sharded"
 ONE_STEP = "ours, one step"
 ITERATED = "ours, iterated"
 TANGENT = "ours, tangent at θ*"
+PARAMETER_RELEASED = "parameter space, as released"
+PAPER_RELEASED = "paper's dual form, as released"
 RANDOM = "random perturbation"
 RETRAINED = "retraining"
 
 COMPARED = (PARAMETER, PAPER, SHARDED, ONE_STEP, ITERATED)
+RELEASED = (PARAMETER_RELEASED, PAPER_RELEASED)
 
 Method = Callable[[np.ndarray], tuple[PyTree, dict[str, Any]]]
 
@@ -116,6 +119,15 @@ def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> di
     }
 
 
+def make_released(base: Fitted, params: PyTree, settings: Settings) -> dict[str, Method]:
+    """The two published methods as their authors run them."""
+
+    def wrap(solve: Callable[..., PyTree]) -> Method:
+        return lambda gone: (solve(base, params, gone, settings.cg_steps, settings.cg_rtol), {})
+
+    return {PARAMETER_RELEASED: wrap(released_parameter_space), PAPER_RELEASED: wrap(released_dual)}
+
+
 def facts(stats: Any) -> dict[str, Any]:
     """What to keep of a solve's stats."""
     return {
@@ -126,8 +138,3 @@ def facts(stats: Any) -> dict[str, Any]:
         "solver": stats.solver,
         "notes": list(stats.notes),
     }
-
-
-def network_outputs(base: Fitted, params: PyTree) -> jax.Array:
-    """The network itself at all training points."""
-    return apply_network(base.network, params, base.x)

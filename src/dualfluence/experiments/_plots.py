@@ -15,8 +15,11 @@ from ._methods import (
     ITERATED,
     ONE_STEP,
     PAPER,
+    PAPER_RELEASED,
     PARAMETER,
+    PARAMETER_RELEASED,
     RANDOM,
+    RELEASED,
     RETRAINED,
     SHARDED,
     TANGENT,
@@ -32,6 +35,8 @@ from matplotlib.lines import Line2D
 STYLES: dict[str, dict[str, Any]] = {
     PARAMETER: {"color": "#E69F00", "marker": "o", "markersize": 10, "mfc": "none"},
     PAPER: {"color": "#0072B2", "marker": "s", "markersize": 7},
+    PARAMETER_RELEASED: {"color": "#E69F00", "marker": "o", "linestyle": "-.", "markersize": 5},
+    PAPER_RELEASED: {"color": "#0072B2", "marker": "s", "linestyle": "-.", "mfc": "white"},
     SHARDED: {"color": "#56B4E9", "marker": "D", "markersize": 4},
     ONE_STEP: {"color": "#009E73", "marker": "^"},
     ITERATED: {"color": "#D55E00", "marker": "v"},
@@ -144,7 +149,7 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
     figure, axes = _new(results, len(rows), 4, 3.7, 3.1, "Unlearning from linearised networks")
     for (cold, warm, distance, accuracy), row in zip(axes, rows, strict=True):
         known = published.FIG1.get(row, {})
-        for name in COMPARED:
+        for name in (*RELEASED, *COMPARED):
             _line(
                 cold,
                 name,
@@ -186,7 +191,7 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
     ]  # fmt: skip
     if results["scale"] == "paper":
         extra.append(Line2D([], [], label="published, dual form", **PUBLISHED))
-    _legend(figure, [*COMPARED, RANDOM, RETRAINED], extra, 5)
+    _legend(figure, [*COMPARED, *RELEASED, RANDOM, RETRAINED], extra, 4)
     return figure
 
 
