@@ -140,7 +140,7 @@ _SMALL_THREE_EIGHT = Data("mnist-small", (3, 8), 100, 200)
 _FCNN = Row("fcnn", _MNIST, Architecture("fcnn", 3, 1024), Training("softmax", 1e-2, 0.1, 4000))
 _CNN = Row("cnn", _CIFAR, Architecture("cnn", 3, 128), Training("squared", 1e-1, 0.1, 500, 0.9), 0)
 
-CONFIGS: dict[tuple[str, Scale], Config] = {
+CONFIGS: dict[tuple[str, str], Config] = {
     ("fig1", "paper"): Fig1((_FCNN, _CNN)),
     ("fig1", "smoke"): Fig1(
         (
@@ -223,7 +223,7 @@ CONFIGS: dict[tuple[str, Scale], Config] = {
 }
 
 
-def configure(name: str, scale: Scale, overrides: dict[str, Any] | None = None) -> Config:
+def configure(name: str, scale: str, overrides: dict[str, Any] | None = None) -> Config:
     """The configuration of an experiment, with some fields replaced.
 
     `epochs` reaches every training in it. A field that the experiment does not have is skipped, so

@@ -200,7 +200,7 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
     figure, axes = _new(results, 1, 4, 3.9, 3.4, "A network beside its linearisation")
     distance, rmse, accuracy, gradient = axes[0]
     handles = []
-    for ridge, colour in zip(results["config"]["ridges"], RIDGE_COLOURS, strict=True):
+    for ridge, colour in zip(results["config"]["ridges"], RIDGE_COLOURS, strict=False):
         found = values(results, f"ridge/{ridge:g}")
         handles.append(Line2D([], [], color=colour, label=f"λ = {ridge:g}"))
         if found is None:

@@ -11,7 +11,7 @@ from .. import datasets
 from .._progress import ProgressFn
 from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
 from ._common import Context, LoadFn
-from ._config import NAMES, Config, Fig1, Fig4, Scale, configure
+from ._config import NAMES, Config, Fig1, Fig4, configure
 from ._results import OutOfBudget, Run, Store, read_results
 
 RUNNERS: dict[str, Callable[[Any, Context], None]] = {
@@ -26,7 +26,7 @@ RUNNERS: dict[str, Callable[[Any, Context], None]] = {
 def reproduce(
     name: str,
     *,
-    scale: Scale = "smoke",
+    scale: str = "smoke",
     out: str | Path = "results",
     data_dir: str | Path | None = None,
     resume: bool = False,
