@@ -21,6 +21,8 @@ from ._fit import fit as fit
 from ._fit import from_trained as from_trained
 from ._fitted import Fitted as Fitted
 from ._fitted import Update as Update
+from ._gradient_descent import Descent as Descent
+from ._gradient_descent import kernel_gradient_descent as kernel_gradient_descent
 from ._io import load as load
 from ._linearize import Linearized as Linearized
 from ._linearize import linearize as linearize

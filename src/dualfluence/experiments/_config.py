@@ -1,0 +1,253 @@
+"""The settings of every experiment, as published and at smoke scale. Nothing here computes."""
+
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
+
+Scale = Literal["smoke", "paper"]
+SCALES: tuple[Scale, ...] = ("smoke", "paper")
+NAMES = ("fig1", "fig2", "fig3", "fig4", "linear")
+
+W_STD, B_STD = 2.0, 0.1
+
+
+@dataclass(frozen=True)
+class Data:
+    """A balanced part of a data set; `per_class_test=None` takes as many as the rarest class has."""
+
+    dataset: str
+    classes: tuple[int, ...]
+    per_class_train: int
+    per_class_test: int | None
+
+    @property
+    def two_class(self) -> bool:
+        """Two classes become one output with targets −1/+1."""
+        return len(self.classes) == 2
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """`depth` hidden layers (or Conv-ReLU-AvgPool blocks) of `width` channels, NTK parameterised."""
+
+    kind: Literal["fcnn", "cnn"]
+    depth: int
+    width: int | None
+
+
+@dataclass(frozen=True)
+class Training:
+    """Full-batch gradient descent as published."""
+
+    loss: Literal["softmax", "squared"]
+    ridge: float
+    rate: float
+    epochs: int
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model and its data: one row of panels."""
+
+    name: str
+    data: Data
+    network: Architecture
+    training: Training
+    remove_from: int | None = None
+
+
+@dataclass(frozen=True)
+class Fig1:
+    """Unlearning from two linearised networks."""
+
+    rows: tuple[Row, ...]
+    percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
+    repeats: int = 5
+    released_repeats: int = 1
+    cg_steps: int = 500
+    cg_rtol: float = 1e-8
+    cold: bool = True
+    until: float = 1e-7
+    matmul_precision: str = "highest"
+
+
+@dataclass(frozen=True)
+class Fig2:
+    """A network beside its linearisation while both train."""
+
+    data: Data
+    network: Architecture
+    ridges: tuple[float, ...]
+    rate: float
+    epochs: int
+    record_every: int
+    matmul_precision: str = "highest"
+
+
+@dataclass(frozen=True)
+class Fig3:
+    """Unlearning from the nonlinear network of fig. 2."""
+
+    data: Data
+    network: Architecture
+    ridges: tuple[float, ...]
+    rate: float
+    epochs: int
+    record_every: int
+    percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
+    cg_steps: int = 500
+    cg_rtol: float = 1e-8
+    until: float = 1e-7
+    matmul_precision: str = "highest"
+
+
+@dataclass(frozen=True)
+class Fig4:
+    """Estimated against actual changes of infinitely wide networks."""
+
+    rows: tuple[Row, ...]
+    remove_percent: int = 50
+    num_queries: int = 10
+    cg_steps: int = 500
+    cg_rtol: float = 1e-8
+    until: float = 1e-7
+    matmul_precision: str = "highest"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Random ReLU features with a ridge on `‖θ‖²`: a model that is linear to begin with."""
+
+    data: Data
+    num_features: int
+    ridge: float
+    percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
+    cg_steps: int = 500
+    cg_rtol: float = 1e-8
+    until: float = 1e-7
+    matmul_precision: str = "highest"
+
+
+Config = Fig1 | Fig2 | Fig3 | Fig4 | Linear
+
+DIGITS = tuple(range(10))
+SMOKE_PERCENTAGES = (10, 50, 90)
+
+_MNIST = Data("mnist-small", DIGITS, 200, 200)
+_CIFAR = Data("cifar10", (0, 1), 1000, 1000)
+_THREE_EIGHT = Data("mnist", (3, 8), 5000, None)
+_SMALL_THREE_EIGHT = Data("mnist-small", (3, 8), 100, 200)
+_FCNN = Row("fcnn", _MNIST, Architecture("fcnn", 3, 1024), Training("softmax", 1e-2, 0.1, 4000))
+_CNN = Row("cnn", _CIFAR, Architecture("cnn", 3, 128), Training("squared", 1e-1, 0.1, 500, 0.9), 0)
+
+CONFIGS: dict[tuple[str, str], Config] = {
+    ("fig1", "paper"): Fig1((_FCNN, _CNN)),
+    ("fig1", "smoke"): Fig1(
+        (
+            replace(
+                _FCNN,
+                data=Data("mnist-small", DIGITS, 12, 20),
+                network=Architecture("fcnn", 3, 128),
+                training=Training("softmax", 1e-2, 0.1, 2000),
+            ),
+            replace(
+                _CNN,
+                data=Data("cifar10", (0, 1), 50, 50),
+                network=Architecture("cnn", 3, 8),
+                training=Training("squared", 1e-1, 0.1, 500, 0.9),
+            ),
+        ),
+        percentages=SMOKE_PERCENTAGES,
+        repeats=3,
+        cg_steps=100,
+    ),
+    ("fig2", "paper"): Fig2(
+        _THREE_EIGHT, Architecture("fcnn", 2, 2048), (1e-1, 1e-2, 1e-3, 1e-4), 0.1, 4000, 40
+    ),
+    ("fig2", "smoke"): Fig2(
+        _SMALL_THREE_EIGHT, Architecture("fcnn", 2, 256), (1e-1, 1e-2, 1e-3, 1e-4), 0.1, 1000, 50
+    ),
+    ("fig3", "paper"): Fig3(
+        _THREE_EIGHT, Architecture("fcnn", 2, 2048), (1e-2, 1e-4), 0.1, 4000, 40
+    ),
+    ("fig3", "smoke"): Fig3(
+        _SMALL_THREE_EIGHT,
+        Architecture("fcnn", 2, 256),
+        (1e-2, 1e-4),
+        0.1,
+        1000,
+        50,
+        percentages=SMOKE_PERCENTAGES,
+        cg_steps=100,
+    ),
+    ("fig4", "paper"): Fig4(
+        (
+            Row(
+                "fcnn",
+                Data("mnist", DIGITS, 1000, 100),
+                Architecture("fcnn", 3, None),
+                Training("softmax", 1e-1, 0.1, 5000),
+            ),
+            Row(
+                "cnn",
+                Data("cifar10", (0, 1), 500, 500),
+                Architecture("cnn", 3, None),
+                Training("squared", 1e-1, 0.01, 5000),
+            ),
+        )
+    ),
+    ("fig4", "smoke"): Fig4(
+        (
+            Row(
+                "fcnn",
+                Data("mnist-small", DIGITS, 40, 20),
+                Architecture("fcnn", 3, None),
+                Training("softmax", 1e-1, 0.1, 2000),
+            ),
+            Row(
+                "cnn",
+                Data("cifar10", (0, 1), 20, 20),
+                Architecture("cnn", 3, None),
+                Training("squared", 1e-1, 0.01, 5000),
+            ),
+        )
+    ),
+    ("linear", "paper"): Linear(_MNIST, 20000, 1e-2),
+    ("linear", "smoke"): Linear(
+        Data("mnist-small", DIGITS, 12, 20),
+        2000,
+        1e-2,
+        percentages=SMOKE_PERCENTAGES,
+        cg_steps=100,
+    ),
+}
+
+
+def configure(name: str, scale: str, overrides: dict[str, Any] | None = None) -> Config:
+    """The configuration of an experiment, with some fields replaced.
+
+    `epochs` reaches every training in it. A field that the experiment does not have is skipped, so
+    that one set of overrides can serve all of them.
+    """
+    if name not in NAMES:
+        raise ValueError(
+            f"reproduce: no experiment {name!r}; there are {', '.join(NAMES)} and all."
+        )
+    if scale not in SCALES:
+        raise ValueError(f"reproduce: scale must be one of {SCALES}, got {scale!r}.")
+    config = CONFIGS[name, scale]
+    given = {key: value for key, value in (overrides or {}).items() if value is not None}
+    epochs = given.pop("epochs", None)
+    known = {field.name for field in fields(config)}
+    config = replace(config, **{key: value for key, value in given.items() if key in known})
+    if epochs is None:
+        return config
+    if isinstance(config, Fig1 | Fig4):
+        rows = tuple(replace(r, training=replace(r.training, epochs=epochs)) for r in config.rows)
+        return replace(config, rows=rows)
+    return config if isinstance(config, Linear) else replace(config, epochs=epochs)
+
+
+def as_json(config: Config) -> dict[str, Any]:
+    """The configuration as plain values."""
+    return asdict(config)

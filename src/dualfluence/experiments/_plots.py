@@ -1,0 +1,351 @@
+"""The paper's figures, drawn from the JSON files and nothing else."""
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import matplotlib.figure
+import numpy as np
+
+from . import _published as published
+from ._methods import (
+    COMPARED,
+    ITERATED,
+    ONE_STEP,
+    PAPER,
+    PAPER_RELEASED,
+    PARAMETER,
+    PARAMETER_RELEASED,
+    RANDOM,
+    RELEASED,
+    RETRAINED,
+    SHARDED,
+    TANGENT,
+)
+from ._results import write_bytes
+
+matplotlib.use("Agg")
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+# Okabe and Ito's palette, safe for colour-blind readers; every method also has its own marker.
+STYLES: dict[str, dict[str, Any]] = {
+    PARAMETER: {"color": "#E69F00", "marker": "o", "markersize": 10, "mfc": "none"},
+    PAPER: {"color": "#0072B2", "marker": "s", "markersize": 7},
+    PARAMETER_RELEASED: {"color": "#E69F00", "marker": "o", "linestyle": "-.", "markersize": 5},
+    PAPER_RELEASED: {"color": "#0072B2", "marker": "s", "linestyle": "-.", "mfc": "white"},
+    SHARDED: {"color": "#56B4E9", "marker": "D", "markersize": 4},
+    ONE_STEP: {"color": "#009E73", "marker": "^"},
+    ITERATED: {"color": "#D55E00", "marker": "v"},
+    TANGENT: {"color": "#CC79A7", "marker": "P"},
+    RANDOM: {"color": "#777777", "marker": "x", "linestyle": ":"},
+    RETRAINED: {"color": "#000000", "linestyle": "--"},
+}
+RIDGE_COLOURS = ("#0072B2", "#009E73", "#E69F00", "#D55E00")
+PUBLISHED = {"color": "#000000", "marker": "*", "linestyle": "none", "markersize": 9, "mfc": "none"}
+ROW_TITLES = {"fcnn": "FCNN, MNIST", "cnn": "CNN, CIFAR-10 classes 0 and 1"}
+FONTS: Any = {
+    "font.size": 10,
+    "axes.titlesize": 10.5,
+    "axes.labelsize": 10,
+    "legend.fontsize": 9,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.facecolor": "white",
+}
+DPI = 150
+
+
+def draw(results: dict[str, Any], folder: Path) -> Path:
+    """Draw the figure of one results file as `<experiment>.png`."""
+    name = results["experiment"]
+    with matplotlib.rc_context(FONTS):
+        figure = DRAWERS[name](results)
+        buffer = BytesIO()
+        figure.savefig(buffer, dpi=DPI, format="png")
+    path = folder / f"{name}.png"
+    write_bytes(path, buffer.getvalue())
+    return path
+
+
+def values(results: dict[str, Any], key: str) -> dict[str, Any] | None:
+    """The values of a piece, if it was computed."""
+    piece = results["pieces"].get(key)
+    return None if piece is None else piece["values"]
+
+
+def series(
+    results: dict[str, Any], prefix: str, pick: Callable[[dict[str, Any]], Any], suffix: str = ""
+) -> tuple[list[int], list[Any]]:
+    """Percentages and what `pick` finds at each of them."""
+    xs, ys = [], []
+    for percent in results["config"]["percentages"]:
+        found = values(results, f"{prefix}/{percent}{suffix}")
+        value = None if found is None else pick(found)
+        if value is not None:
+            xs.append(percent)
+            ys.append(value)
+    return xs, ys
+
+
+def caption(results: dict[str, Any]) -> str:
+    """Where the numbers come from, for the foot of a figure."""
+    env = results["environment"]
+    parts = [f"{env['device']}, float32, matrix products: {results['config']['matmul_precision']}"]
+    if results["scale"] == "smoke":
+        parts.insert(0, "SMOKE SCALE: smaller networks, fewer points and epochs than published")
+    if not results["complete"]:
+        parts.insert(0, "INCOMPLETE")
+    return "  ·  ".join(parts)
+
+
+def _new(results: dict[str, Any], rows: int, cols: int, width: float, height: float, title: str):
+    figure = Figure(figsize=(width * cols, height * rows + 1.1), layout="constrained")
+    engine = figure.get_layout_engine()
+    if engine is not None:
+        engine.set(w_pad=0.1, h_pad=0.08)  # pyright: ignore[reportCallIssue]
+    axes = figure.subplots(rows, cols, squeeze=False)
+    smoke = results["scale"] == "smoke"
+    figure.suptitle(
+        f"{title}\n{caption(results)}",
+        fontsize=11,
+        color="#a00000" if smoke or not results["complete"] else "#222222",
+    )
+    return figure, axes
+
+
+def _legend(figure: Figure, names: list[str], extra: list[Line2D], columns: int) -> None:
+    handles = [Line2D([], [], label=name, **STYLES[name]) for name in names]
+    figure.legend(handles=[*handles, *extra], loc="outside lower center", ncols=columns)
+
+
+def _percent_axis(axis: Axes, percentages: list[int]) -> None:
+    axis.set_xlabel("removed points (%)")
+    axis.set_xticks(percentages)
+
+
+def _line(axis: Axes, name: str, xs: list[int], ys: list[float], **more: Any) -> None:
+    if xs:
+        axis.plot(xs, ys, **{"linewidth": 1.5, "markersize": 6} | STYLES[name] | more)
+
+
+def _stars(axis: Axes, points: Any, percentages: list[int]) -> None:
+    if points is not None:
+        found = {p: v for p, v in published.at_percentages(points).items() if p in percentages}
+        axis.plot(list(found), list(found.values()), **PUBLISHED)
+
+
+def draw_fig1(results: dict[str, Any]) -> Figure:
+    """Two rows of four panels: cold and warm runtime, distance, forget accuracy."""
+    rows = [row["name"] for row in results["config"]["rows"]]
+    percentages = results["config"]["percentages"]
+    figure, axes = _new(results, len(rows), 4, 3.7, 3.1, "Unlearning from linearised networks")
+    for (cold, warm, distance, accuracy), row in zip(axes, rows, strict=True):
+        known = published.FIG1.get(row, {})
+        for name in (*RELEASED, *COMPARED):
+            _line(
+                cold,
+                name,
+                *series(results, row, lambda v, n=name: v["cold_seconds"].get(n), "/cold"),
+            )
+            xs, times = series(results, row, lambda v, n=name: v["warm_seconds"].get(n))
+            if xs:
+                means, spread = [np.mean(t) for t in times], [np.std(t) for t in times]
+                warm.errorbar(xs, means, spread, capsize=2, linewidth=1.5, **STYLES[name])
+        for name in (*COMPARED, RANDOM):
+            for base, look in (("published", {}), ("exact", {"linestyle": "--", "mfc": "white"})):
+                if base == "exact" and name == RANDOM:
+                    continue
+                pick = lambda v, n=name, b=base: v["distance"][b][b].get(n)  # noqa: E731
+                _line(distance, name, *series(results, row, pick), **look)
+        for name in (RETRAINED, *COMPARED, RANDOM):
+            pick = lambda v, n=name: v["accuracy"]["published"][n]["forgotten"]  # noqa: E731
+            _line(accuracy, name, *series(results, row, pick))
+        if results["scale"] == "paper":
+            for axis, key in ((cold, "cold dual"), (warm, "warm dual"), (distance, "distance dual"),
+                              (accuracy, "forget accuracy")):  # fmt: skip
+                _stars(axis, known.get(key), percentages)
+        cold.set(
+            title=f"{ROW_TITLES[row]}\ncold runtime", ylabel="seconds, first call", yscale="log"
+        )
+        warm.set(title="warm runtime\nmean and deviation", ylabel="seconds", yscale="log")
+        distance.set(
+            title="relative parameter distance\nto retraining",
+            ylabel="‖θ − θ_r‖ / ‖θ_r‖",
+            yscale="log",
+        )
+        accuracy.set(title="accuracy on the\nforgotten points", ylabel="accuracy")
+        for axis in (cold, warm, distance, accuracy):
+            _percent_axis(axis, percentages)
+    extra = [
+        Line2D([], [], color="#444444", label="trained and retrained as published"),
+        Line2D([], [], color="#444444", linestyle="--", marker="o", mfc="white",
+               label="trained and retrained to the optimum"),
+    ]  # fmt: skip
+    if results["scale"] == "paper":
+        extra.append(Line2D([], [], label="published, dual form", **PUBLISHED))
+    _legend(figure, [*COMPARED, *RELEASED, RANDOM, RETRAINED], extra, 4)
+    return figure
+
+
+def draw_fig2(results: dict[str, Any]) -> Figure:
+    """Four panels over epochs, one colour per ridge."""
+    figure, axes = _new(results, 1, 4, 3.9, 3.4, "A network beside its linearisation")
+    distance, rmse, accuracy, gradient = axes[0]
+    handles = []
+    for ridge, colour in zip(results["config"]["ridges"], RIDGE_COLOURS, strict=False):
+        found = values(results, f"ridge/{ridge:g}")
+        handles.append(Line2D([], [], color=colour, label=f"λ = {ridge:g}"))
+        if found is None:
+            continue
+        epochs = found["epoch"]
+        distance.plot(epochs[1:], found["distance"][1:], color=colour)
+        rmse.plot(epochs[1:], found["rmse"][1:], color=colour)
+        for axis, key in ((accuracy, "accuracy"), (gradient, "gradient")):
+            axis.plot(epochs, found[f"{key}_network"], color=colour)
+            axis.plot(epochs, found[f"{key}_linear"], color=colour, linestyle="--")
+        if results["scale"] == "paper":
+            for axis, key in ((distance, "distance"), (accuracy, "accuracy")):
+                if ridge in published.FIG2[key]:
+                    star = PUBLISHED | {"color": colour}
+                    axis.plot([epochs[-1]], [published.FIG2[key][ridge]], clip_on=False, **star)
+    distance.set(title="relative parameter distance", ylabel="‖θ − θ_lin‖ / ‖θ_lin‖", yscale="log")
+    rmse.set(title="difference of test outputs", ylabel="RMSE", yscale="log")
+    accuracy.set(title="test accuracy", ylabel="accuracy")
+    gradient.set(title="gradient norm", ylabel="‖∇L‖", yscale="log")
+    for axis in axes[0]:
+        axis.set_xlabel("epochs")
+    handles += [
+        Line2D([], [], color="#444444", label="network"),
+        Line2D([], [], color="#444444", linestyle="--", label="linearisation"),
+    ]
+    if results["scale"] == "paper":
+        handles.append(Line2D([], [], label="published, last epoch", **PUBLISHED))
+    _legend(figure, [], handles, 7)
+    return figure
+
+
+def draw_fig3(results: dict[str, Any]) -> Figure:
+    """Distance and forget accuracy, one row per ridge."""
+    ridges, percentages = results["config"]["ridges"], results["config"]["percentages"]
+    names = [*COMPARED, TANGENT, RANDOM]
+    figure, axes = _new(results, len(ridges), 2, 5.0, 3.2, "Unlearning from a nonlinear network")
+    for (distance, accuracy), ridge in zip(axes, ridges, strict=True):
+        prefix = f"ridge/{ridge:g}"
+        for name in names:
+            _line(distance, name, *series(results, prefix, lambda v, n=name: v["distance"].get(n)))
+        for name in (RETRAINED, *names):
+            pick = lambda v, n=name: v["accuracy"][n]["forgotten"]  # noqa: E731
+            _line(accuracy, name, *series(results, prefix, pick))
+        if results["scale"] == "paper":
+            _stars(distance, published.FIG3.get(ridge), percentages)
+        distance.set(
+            title=f"λ = {ridge:g}: distance to retraining", ylabel="‖θ − θ_r‖ / ‖θ_r‖", yscale="log"
+        )
+        accuracy.set(title=f"λ = {ridge:g}: forgotten points", ylabel="accuracy")
+        for axis in (distance, accuracy):
+            _percent_axis(axis, percentages)
+    extra = []
+    if results["scale"] == "paper":
+        extra = [Line2D([], [], label="published, dual form", **PUBLISHED)]
+    _legend(figure, [*names, RETRAINED], extra, 4)
+    return figure
+
+
+LOSS_VARIANTS = {
+    "loss_with_ridge": ("with the ridge term (eq. 9)", "#0072B2", "s"),
+    "loss_without_ridge": ("without it, first order", "#E69F00", "o"),
+    "loss_evaluated": ("without it, loss evaluated", "#009E73", "^"),
+}
+
+
+def draw_fig4(results: dict[str, Any]) -> Figure:
+    """Estimated against actual changes of outputs and losses; both ways of training."""
+    rows = [row["name"] for row in results["config"]["rows"]]
+    title = "Infinitely wide networks: estimated against actual change, half of each class removed"
+    figure, axes = _new(results, len(rows), 4, 3.7, 3.5, title)
+    for line, row in zip(axes, rows, strict=True):
+        for pair, training in ((line[:2], "published"), (line[2:], "exact")):
+            found = values(results, f"{row}/{training}")
+            words = "as published" if training == "published" else "to the optimum"
+            name = ROW_TITLES[row].split(",")[0]
+            pair[0].set(title=f"{name}, trained {words}:\nchange of outputs")
+            pair[1].set(title=f"{name}, trained {words}:\nchange of loss")
+            if found is None:
+                continue
+            outputs = {"paper's dual form / ours, one step": (ONE_STEP, "#0072B2", "s"),
+                       "ours, iterated": (ITERATED, "#D55E00", "v")}  # fmt: skip
+            for label, (method, colour, marker) in outputs.items():
+                got = np.ravel(found["estimates"][method]["outputs"])
+                _scatter(pair[0], np.ravel(found["actual_outputs"]), got, colour, marker, label)
+            for key, (label, colour, marker) in LOSS_VARIANTS.items():
+                got = np.ravel(found["estimates"][ONE_STEP][key])
+                _scatter(pair[1], np.ravel(found["actual_loss"]), got, colour, marker, label)
+            for axis in pair:
+                _diagonal(axis)
+                axis.set(xlabel="actual change", ylabel="estimated change")
+                axis.legend(loc="upper left", fontsize=7, framealpha=0.9, handletextpad=0.2)
+    return figure
+
+
+def r_squared(actual: Any, estimated: Any) -> float:
+    """Of the diagonal: `1 − Σ(actual − estimated)² / Σ(actual − mean)²`."""
+    a, e = np.ravel(actual).astype(float), np.ravel(estimated).astype(float)
+    return float(1 - np.sum((a - e) ** 2) / np.sum((a - a.mean()) ** 2))
+
+
+def _scatter(
+    axis: Axes, actual: np.ndarray, got: np.ndarray, colour: str, marker: str, label: str
+) -> None:
+    text = f"{label}\nR² = {r_squared(actual, got):.5f}"
+    axis.scatter(actual, got, s=18, c=colour, marker=marker, alpha=0.75, label=text, linewidths=0)
+
+
+def _diagonal(axis: Axes) -> None:
+    low = min(axis.get_xlim()[0], axis.get_ylim()[0])
+    high = max(axis.get_xlim()[1], axis.get_ylim()[1])
+    axis.plot([low, high], [low, high], color="#000000", linewidth=0.8, zorder=0)
+    axis.set(xlim=(low, high), ylim=(low, high + 0.45 * (high - low)))
+    axis.ticklabel_format(style="sci", scilimits=(-2, 3), axis="both")
+
+
+def draw_linear(results: dict[str, Any]) -> Figure:
+    """Distances for both losses of a model that is linear."""
+    percentages = results["config"]["percentages"]
+    count = results["config"]["num_features"]
+    figure, axes = _new(results, 1, 2, 5.4, 3.6, f"A linear model: {count} random ReLU features")
+    titles = {"softmax": "softmax cross-entropy", "squared": "squared error"}
+    for axis, (loss, title) in zip(axes[0], titles.items(), strict=True):
+        for name in COMPARED:
+            _line(axis, name, *series(results, loss, lambda v, n=name: v["distance"].get(n)))
+        xs, ys = series(results, loss, lambda v: v["dual_against_parameter_space"])
+        if xs:
+            axis.plot(xs, ys, color="#000000", linestyle=":", marker="+")
+        xs, ys = series(results, loss, lambda v: v["change"])
+        if xs:
+            axis.plot(xs, ys, color="#777777", linestyle="--")
+        axis.set(title=title, ylabel="relative parameter distance", yscale="log")
+        _percent_axis(axis, percentages)
+    extra = [
+        Line2D([], [], color="#000000", linestyle=":", marker="+",
+               label="our step against parameter space"),
+        Line2D([], [], color="#777777", linestyle="--", label="change by the removal itself"),
+    ]  # fmt: skip
+    _legend(figure, list(COMPARED), extra, 3)
+    return figure
+
+
+DRAWERS: dict[str, Callable[[dict[str, Any]], matplotlib.figure.Figure]] = {
+    "fig1": draw_fig1,
+    "fig2": draw_fig2,
+    "fig3": draw_fig3,
+    "fig4": draw_fig4,
+    "linear": draw_linear,
+}
