@@ -206,7 +206,7 @@ CONFIGS: dict[tuple[str, str], Config] = {
             ),
             Row(
                 "cnn",
-                Data("cifar10", (0, 1), 20, 20),
+                Data("cifar10", (0, 1), 12, 20),
                 Architecture("cnn", 3, None),
                 Training("squared", 1e-1, 0.01, 5000),
             ),

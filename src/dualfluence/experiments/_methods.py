@@ -63,7 +63,9 @@ class ShardedPaperCG(AbstractPaperForm):
         mass = paper._retained_mass(before, keep)
         result = paper._reduced_cg(block, after, state, kept, mass, rhs, self.form)
         iterations, residual = int(result.iterations), float(result.residual)
-        return paper._finish(op, state, result.x, keep, gone, iterations, True, residual)
+        # Back to one device, or the whole of K would follow the solution onto the mesh.
+        value = jax.device_put(result.x, jax.devices()[0])
+        return paper._finish(op, state, value, keep, gone, iterations, True, residual)
 
 
 def device_mesh() -> Mesh:
