@@ -22,7 +22,6 @@ from jaxtyping import Array, Float, Int
 from ._checks import check_finite, check_indices, check_range, check_rows
 from ._fit import _prepare
 from ._fitted import make_problem
-from ._held import HeldKernel
 from ._models import as_source
 from ._newton import Clock
 from ._problem import Problem, State
@@ -99,14 +98,14 @@ def kernel_gradient_descent(
     clock = Clock()
     _check_settings(rate, epochs, momentum, record_every)
     source = as_source(model)
-    if kernel_op is not None:
-        source = HeldKernel(source, kernel_op)
     weights = _sample_weights(retain, np.shape(y)[0])
-    prepared = _prepare(source, x, y, loss, ridge, weights, num_outputs, "auto", progress)
+    prepared = _prepare(
+        source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op
+    )
     data, op, offset, _ = prepared
     if initial_outputs is not None:
         offset = _initial(initial_outputs, offset)
-    problem = make_problem(data, loss, float(ridge), offset)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
     state, norms, recorded = _descend(
         op, problem, rate, momentum, epochs, record_every or CHUNK, progress
     )
