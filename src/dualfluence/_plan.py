@@ -17,7 +17,7 @@ COMPUTE = {"cpu": 5e10, "gpu": 3e13, "tpu": 3e13}
 
 DISK_BANDWIDTH = 1e9
 PRODUCTS = 60
-"""Products with `K` that a fit and one edit take, from experience with λ between 1e-4 and 1e-1."""
+"""Assumed products with `K` for a fit and an edit, not measured; a small λ takes many times more."""
 
 HARD_SHARE = 0.9
 """Past this share of the memory a kernel that was asked for is refused rather than tried."""

@@ -25,7 +25,7 @@ class Reference(eqx.Module):
 
 
 @dataclass(frozen=True, eq=False)
-class DualModel:
+class DualModel(abc.ABC):
     """A model as dual variables over training points. What fits and updates have in common.
 
     A plain record, not a pytree: it never enters a compiled function, and a request should not pay
