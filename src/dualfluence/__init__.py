@@ -11,6 +11,7 @@ from . import metrics as metrics
 from . import operators as operators
 from . import primal as primal
 from . import solvers as solvers
+from . import store as store
 from ._edits import Add as Add
 from ._edits import Relabel as Relabel
 from ._edits import Remove as Remove
@@ -25,9 +26,13 @@ from ._gradient_descent import kernel_gradient_descent as kernel_gradient_descen
 from ._io import load as load
 from ._linearize import Linearized as Linearized
 from ._linearize import linearize as linearize
+from ._low_rank import low_rank as low_rank
 from ._models import PrecomputedKernel as PrecomputedKernel
 from ._newton import NotConverged as NotConverged
+from ._plan import PlanError as PlanError
+from ._plan import plan as plan
 from ._problem import Certificate as Certificate
+from ._version import __version__ as __version__
 from .losses import Convex as Convex
 from .losses import Logistic as Logistic
 from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy

@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -13,14 +14,15 @@ from ._checks import check_finite, check_indices, check_range, check_rows
 from .losses import AbstractLoss
 
 
-class TrainingSet(eqx.Module):
+@dataclass(frozen=True, eq=False)
+class TrainingSet:
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
     Removed points keep their row with weight zero: positions never shift and nothing recompiles.
     """
 
     x: Array
-    targets: np.ndarray
+    targets: Array
     sample_weights: np.ndarray
 
     @property
@@ -82,9 +84,10 @@ class Relabel(AbstractEdit):
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
         _check_present("Relabel", self.indices, data)
-        targets = data.targets.copy()
+        # On the host: a scatter on the device would compile anew for every number of indices.
+        targets = np.array(data.targets)
         targets[self.indices] = loss.prepare_targets(self.targets, num_outputs, targets.dtype)
-        return TrainingSet(data.x, targets, data.sample_weights)
+        return TrainingSet(data.x, jnp.asarray(targets), data.sample_weights)
 
 
 class Replace(AbstractEdit):
@@ -117,7 +120,7 @@ class Replace(AbstractEdit):
         if targets is not None:
             targets = loss.prepare_targets(targets, num_outputs, data.targets.dtype)
         else:
-            targets = data.targets[self.indices]
+            targets = np.asarray(data.targets)[self.indices]
         weights = data.sample_weights.copy()
         weights[self.indices] = 0.0
         gone = TrainingSet(data.x, data.targets, weights)
@@ -201,6 +204,6 @@ def _appended(
     check_finite(f"{name} x", x)
     return TrainingSet(
         jnp.concatenate([data.x, jnp.asarray(x, data.x.dtype)]),
-        np.concatenate([data.targets, targets.astype(data.targets.dtype)]),
+        jnp.concatenate([data.targets, jnp.asarray(targets, data.targets.dtype)]),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )

@@ -1,12 +1,14 @@
 """Fitting: damped Newton from `α = 0`, or taking over a network that the user trained."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._checks import check_finite, check_ridge, check_rows
@@ -18,30 +20,47 @@ from ._fitted import (
     OnFailure,
     check_outcome,
     default_rtol,
+    default_tolerance,
     make_problem,
+    make_stats,
 )
 from ._kernel_checks import check_kernel
+from ._layout import Device, as_mesh
 from ._linearize import Linearized
+from ._low_rank import AbstractLowRankSource, nystrom
 from ._memory import memory_budget
-from ._models import FORMS, AbstractSource, NetworkSource, as_source
-from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise
+from ._models import FORMS, AbstractSource, NetworkSource, as_source, pull_back
+from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise, op_diagonal, op_mv
+from ._placement import ShardedSource
+from ._plan import check_fits
 from ._problem import State
 from ._progress import ProgressFn
-from ._readout import Reference, apply_network
+from ._readout import Reference, outputs_at
 from ._trees import tree_norm
 from .losses import AbstractLoss
-from .operators import AbstractKernelOperator, MatrixFreeOperator
+from .operators import (
+    AbstractKernelOperator,
+    DenseOperator,
+    KroneckerOperator,
+    MatrixFreeOperator,
+    MixedOperator,
+    ShardedMatrixFreeOperator,
+    ShardedOperator,
+)
 from .solvers import (
     CG,
     AbstractDualSolver,
     AbstractPreconditioner,
     Auto,
     NoPreconditioner,
+    Refined,
+    SpectralPreconditioner,
     resolve,
     spectral_preconditioner,
 )
 
 DEFAULT_RANK = 200
+POWER_STEPS = 1
 
 
 def fit(
@@ -54,6 +73,10 @@ def fit(
     weights: Any = None,
     num_outputs: int | None = None,
     form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
+    kernel_op: AbstractKernelOperator | None = None,
+    refine: bool = False,
+    precision: jax.lax.Precision | None = None,
     solver: AbstractDualSolver | Auto | None = None,
     tolerance: float | None = None,
     rtol: float | None = None,
@@ -79,6 +102,14 @@ def fit(
     - `weights`: sample weights `s`, 1 by default.
     - `num_outputs`: `c`, when neither model nor targets tell.
     - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
+    - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
+      array. Under `jax.distributed`, call this in every process with the same data.
+    - `kernel_op`: `K` on these points, if you have it: `store.build(...).operator()` for one on
+      disk, `low_rank(...)`, or any operator. `model` then serves base outputs and queries.
+    - `refine`: with a float32 kernel, keep dual variables and residuals in float64 and refine the
+      float32 solves, here and in edits: float64 accuracy (for `K` as it is stored) at float32's price.
+    - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
+      on accelerators, and the error that makes is in `stats.notes`.
     - `solver`: `Auto()` by default.
     - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
     - `rtol`: relative residual of the last linear solves.
@@ -89,15 +120,16 @@ def fit(
     **Returns:** `Fitted`.
     """
     clock = Clock()
-    source = as_source(model)
-    setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress)
+    source = _placed(as_source(model), mesh)
+    setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
+    setup = _with_precision(setup, loss, y, refine, precision)
     data, op, offset, notes = setup
     solver = solver or Auto()
     picked = resolve(solver, op)
-    preconditioner = _preconditioner(op, picked.solver, rank, key)
-    diagonal = _diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset)
-    zero = jnp.zeros_like(offset)
+    preconditioner, sketched = _preconditioner(source, data.x, op, picked.solver, rank, key)
+    diagonal = op_diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
+    zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
     start = inspect_jit(op, problem, State(zero, zero), diagonal)
     dtype = offset.dtype
     limit = default_tolerance(dtype) if tolerance is None else tolerance
@@ -117,19 +149,11 @@ def fit(
         facts["converged"] = True
         notes += (f"stopped at the rounding floor of {dtype}, short of tolerance {limit:.1e}",)
     # A fresh product with K, so that no drift of the running sum enters later edits.
-    state = State(point.state.alpha, _mv(op, point.state.alpha))
+    state = State(point.state.alpha, op_mv(op, point.state.alpha))
     point = inspect_jit(op, problem, state, diagonal)
-    stats = Stats(
-        steps=facts["steps"],
-        iterations=facts["iterations"],
-        products=facts["products"] + 2,
-        converged=facts["converged"],
-        residual=facts["residual"],
-        seconds=clock.stop(point),
-        solver=picked.solver.describe(op),
-        reason=picked.reason,
-        notes=notes,
-    )
+    facts["products"] += 2 + sketched.products
+    notes += sketched.notes
+    stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
     check_outcome(stats, on_failure, "fit", point.certificate)
     return Fitted(
         source=source,
@@ -159,6 +183,7 @@ def from_trained(
     tangent: Literal["initial", "trained"] = "initial",
     linearised: bool = False,
     form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
     rank: int | None = None,
     key: PRNGKeyArray | None = None,
     progress: bool | ProgressFn = True,
@@ -188,57 +213,54 @@ def from_trained(
         )
     clock = Clock()
     tangent_model = replace(model, params=trained_params) if tangent == "trained" else model
-    source = NetworkSource(tangent_model)
+    source = _placed(NetworkSource(tangent_model), mesh)
     data, op, _, notes = _prepare(source, x, y, loss, ridge, weights, None, form, progress)
     theta, theta_0 = model.split(trained_params)[0], model.split(model.params)[0]
     change = jax.tree.map(jnp.subtract, theta, theta_0)
-    linear_outputs = _linear_outputs(model, data.x, change)
-    outputs = linear_outputs if linearised else apply_network(model, trained_params, data.x)
+    linear_outputs = outputs_at(model, trained_params, data.x, linearised=True)
+    outputs = outputs_at(model, trained_params, data.x, linearised)
     check_finite("from_trained outputs", outputs)
     gradient_model = model if linearised else replace(model, params=trained_params)
     w = jnp.asarray(data.weights, outputs.dtype)[:, None]
-    g = w * loss.grad(outputs, jnp.asarray(data.targets))
+    g = w * loss.grad(outputs, data.targets)
     alpha = -g / float(ridge)
-    state = State(alpha, _mv(op, alpha))
-    offset = outputs - state.k_alpha
+    placed = op.layout.place(alpha)
+    state = State(placed, op_mv(op, placed))
+    offset = op.layout.place(outputs, "last") - state.k_alpha
     fidelity = _fidelity(
         model, gradient_model, data.x, g, alpha, change, outputs, linear_outputs, ridge
     )
-    diagonal = _diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset)
+    diagonal = op_diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
     point = inspect_jit(op, problem, state, diagonal)
     picked = resolve(Auto(), op)
+    preconditioner, sketched = _preconditioner(source, data.x, op, picked.solver, rank, key)
     stats = Stats(
         steps=0,
         iterations=0,
-        products=2,
+        products=2 + sketched.products,
         converged=True,
         residual=0.0,
         seconds=clock.stop(point),
         solver="none",
         reason="trained by the user",
-        notes=notes,
+        notes=(*notes, *sketched.notes),
     )
     return Fitted(
         source=source,
         data=data,
         state=state,
-        reference=Reference(trained_params, alpha, linearised),
+        reference=Reference(trained_params, op.layout.points(placed), linearised),
         loss=loss,
         ridge=float(ridge),
         kernel_op=op,
         offset=offset,
         kernel_diagonal=diagonal,
-        preconditioner=_preconditioner(op, picked.solver, rank, key),
+        preconditioner=preconditioner,
         certificate=point.certificate,
         stats=stats,
         fidelity=fidelity,
     )
-
-
-def default_tolerance(dtype: Any) -> float:
-    """Relative certified distance that a fit aims for."""
-    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
 def _prepare(
@@ -251,6 +273,7 @@ def _prepare(
     num_outputs: int | None,
     form: str,
     progress: bool | ProgressFn,
+    op: AbstractKernelOperator | None = None,
 ) -> tuple[TrainingSet, AbstractKernelOperator, Array, tuple[str, ...]]:
     """Checked training set, operator and base outputs."""
     check_ridge(ridge)
@@ -266,8 +289,8 @@ def _prepare(
         raise ValueError(f"fit: x needs at least one point on axis 0, got shape {features.shape}.")
     check_finite("x", features)
     check_rows("y", np.asarray(y) if not hasattr(y, "ndim") else y, features.shape[0], "point of x")
-    if isinstance(source, NetworkSource):
-        _check_linear(source.model, features)
+    if source.network is not None:
+        _check_linear(source.network, features)
     base = source.base_outputs(features, num_outputs)
     if base is not None:
         check_finite("outputs of apply_fn", base)
@@ -276,8 +299,15 @@ def _prepare(
     targets = loss.prepare_targets(y, num_outputs, dtype)
     if num_outputs is None:
         num_outputs = targets.shape[1] if targets.ndim == 2 else 1
-    form, note = _choose_form(source, form, features.shape[0] * num_outputs, dtype)
-    op = source.operator(features, num_outputs, form=form, progress=progress)
+    note: tuple[str, ...] = ()
+    if op is None:
+        form, note = _choose_form(source, form, features.shape[0], num_outputs, dtype)
+        op = source.operator(features, num_outputs, form=form, progress=progress)
+    elif (op.layout.num_points, op.num_outputs) != (features.shape[0], num_outputs):
+        raise ValueError(
+            f"fit: kernel_op is for {op.layout.num_points} points with {op.num_outputs} outputs, but "
+            f"there are {features.shape[0]} points with {num_outputs}."
+        )
     checked = check_kernel(op)
     if base is None:
         base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
@@ -289,37 +319,106 @@ def _prepare(
     check_finite("weights", samples)
     if (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("fit: weights must be non-negative with a positive sum.")
-    data = TrainingSet(features, np.asarray(targets), samples)
-    return data, op, base, (f"kernel {checked}", *note)
+    data = TrainingSet(features, targets, samples)
+    return data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note)
+
+
+_Setup = tuple[TrainingSet, AbstractKernelOperator, Array, tuple[str, ...]]
+
+
+def _with_precision(
+    setup: _Setup, loss: AbstractLoss, y: Any, refine: bool, precision: jax.lax.Precision | None
+) -> _Setup:
+    """The same problem with products as asked: cheaper ones measured, refined ones widened."""
+    data, op, base, notes = setup
+    if precision is not None:
+        op, error = _at_precision(op, precision)
+        notes += (f"products in {precision.name} precision, off by {error:.1e} of their norm",)
+    if refine and op.dtype != jnp.float64:
+        op = MixedOperator(op)
+        targets = loss.prepare_targets(y, op.num_outputs, op.dtype)
+        data = TrainingSet(data.x, targets, data.sample_weights)
+        base = base.astype(op.dtype)
+        notes += (f"{op.op.dtype} kernel, residuals and dual variables in float64",)
+    return data, op, base, notes
+
+
+def _at_precision(
+    op: AbstractKernelOperator, precision: jax.lax.Precision
+) -> tuple[AbstractKernelOperator, float]:
+    inner = op.op if isinstance(op, ShardedOperator) else op
+    if not isinstance(inner, (DenseOperator, KroneckerOperator)):
+        raise ValueError(
+            f"fit: precision applies to a dense or Kronecker K in memory, not {type(op).__name__}."
+        )
+    cheap = replace(inner, precision=precision)
+    cheap = replace(op, op=cheap) if isinstance(op, ShardedOperator) else cheap
+    probe = np.random.default_rng(0).normal(size=(op.layout.num_points, op.num_outputs))
+    v = op.layout.place(probe.astype(op.dtype))
+    exact = op_mv(op, v)
+    return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
+
+
+def _placed(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> AbstractSource:
+    return source if mesh is None else ShardedSource(source, as_mesh(mesh))
 
 
 def _choose_form(
-    source: AbstractSource, form: str, size: int, dtype: Any
+    source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: Any
 ) -> tuple[str, tuple[str, ...]]:
-    if form != "auto" or not isinstance(source, NetworkSource):
+    if isinstance(source, AbstractLowRankSource):
         return form, ()
-    needed, budget = size * size * jnp.dtype(dtype).itemsize, memory_budget()
+    size = num_points * num_outputs
+    devices = source.mesh.size if isinstance(source, ShardedSource) else 1
+    itemsize = jnp.dtype(dtype).itemsize
+    needed, budget = size * size * itemsize, devices * memory_budget()
+    if form == "dense" and source.network is not None:
+        check_fits(needed, devices, "a dense kernel")
+    if source.network is None and form != "matrix-free":
+        check_fits(num_points * num_points * itemsize, devices, "the kernel of these points")
+    if form != "auto" or source.network is None:
+        return form, ()
     if needed <= budget:
         return "dense", ()
     note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
     return "matrix-free", (note,)
 
 
+class _Sketched(NamedTuple):
+    """What a preconditioner cost: products with `K`, and words."""
+
+    products: int = 0
+    notes: tuple[str, ...] = ()
+
+
 def _preconditioner(
+    source: AbstractSource,
+    x: Array,
     op: AbstractKernelOperator,
     solver: AbstractDualSolver,
     rank: int | None,
     key: PRNGKeyArray | None,
-) -> AbstractPreconditioner:
+) -> tuple[AbstractPreconditioner, _Sketched]:
+    """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
+    op = op.op if isinstance(op, MixedOperator) else op
+    solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs
+    on_devices = isinstance(op, ShardedMatrixFreeOperator)
     if rank is None:
-        wanted = isinstance(solver, CG) and not isinstance(op, MatrixFreeOperator)
-        rank = min(DEFAULT_RANK, size // 8) if wanted else 0
+        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not on_devices else 0
     if rank == 0:
-        return NoPreconditioner()
+        return NoPreconditioner(), _Sketched()
     if not 0 < rank <= size:
         raise ValueError(f"fit: rank must be in [0, n·c] = [0, {size}], got {rank}.")
-    return spectral_preconditioner(op, rank, jax.random.key(0) if key is None else key)
+    key = jax.random.key(0) if key is None else key
+    if isinstance(op, MatrixFreeOperator):
+        # A block product costs as much as `rank` products here; landmark columns are entries.
+        features = nystrom(source, x, rank, op.num_outputs, key).features(x)
+        note = f"preconditioner: {features.shape[2]} columns of K at landmarks"
+        return SpectralPreconditioner(features), _Sketched(0, (note,))
+    note = f"preconditioner: rank {rank} from {POWER_STEPS + 1} block products with K"
+    sketch = spectral_preconditioner(op, rank, key, POWER_STEPS)
+    return sketch, _Sketched(POWER_STEPS + 1, (note,))
 
 
 def _check_linear(model: Linearized, x: Array) -> None:
@@ -356,32 +455,12 @@ def _fidelity(
     linear_outputs: Array,
     ridge: float,
 ) -> Fidelity:
-    gradient = jax.tree.map(lambda a, b: a + ridge * b, _pull(gradient_model, x, g), change)
-    gap = jax.tree.map(jnp.subtract, change, _pull(model, x, alpha))
-    base = apply_network(model, model.params, x)
+    gradient = jax.tree.map(lambda a, b: a + ridge * b, pull_back(gradient_model, x, g), change)
+    gap = jax.tree.map(jnp.subtract, change, pull_back(model, x, alpha))
+    base = outputs_at(model, model.params, x, linearised=False)
     moved = float(jnp.linalg.norm(linear_outputs - base))
     return Fidelity(
         gradient_norm=float(tree_norm(gradient)),
         parameter_gap=float(tree_norm(gap)) / max(float(tree_norm(change)), 1e-30),
         output_gap=float(jnp.linalg.norm(outputs - linear_outputs)) / max(moved, 1e-30),
     )
-
-
-@eqx.filter_jit
-def _mv(op: AbstractKernelOperator, v: Array) -> Array:
-    return op.mv(v)
-
-
-@eqx.filter_jit
-def _diagonal(op: AbstractKernelOperator) -> Array:
-    return op.diagonal()
-
-
-@eqx.filter_jit
-def _pull(model: Linearized, x: Array, v: Array) -> PyTree:
-    return model.vjp(x, v)
-
-
-@eqx.filter_jit
-def _linear_outputs(model: Linearized, x: Array, change: PyTree) -> Array:
-    return model.base_outputs(x) + model.jvp(x, change)

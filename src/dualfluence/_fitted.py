@@ -1,25 +1,29 @@
 """A fitted model and its edits."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from ._edits import AbstractEdit, TrainingSet, apply_edits
+from ._layout import Layout
 from ._newton import (
     Clock,
     NotConverged,
     Point,
     Stats,
+    StepReport,
     Tolerances,
     check_report,
     influence_step,
     inspect_jit,
     minimise,
+    op_diagonal,
+    op_mv,
 )
 from ._problem import Certificate, Problem, State
 from ._progress import ProgressFn
@@ -39,7 +43,8 @@ MAX_STEPS = 100
 OnFailure = Literal["raise", "report"]
 
 
-class Fidelity(eqx.Module):
+@dataclass(frozen=True)
+class Fidelity:
     """How far a network that the user trained is from what the dual equation assumes.
 
     - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
@@ -52,6 +57,7 @@ class Fidelity(eqx.Module):
     output_gap: float
 
 
+@dataclass(frozen=True, eq=False)
 class Fitted(DualModel):
     """A model at (or near) the optimum of its training objective.
 
@@ -59,19 +65,23 @@ class Fitted(DualModel):
     """
 
     loss: AbstractLoss
-    ridge: float = eqx.field(static=True)
+    ridge: float
     kernel_op: AbstractKernelOperator
     offset: Float[Array, "n c"]
     kernel_diagonal: Float[Array, "n c"]
     preconditioner: AbstractPreconditioner
     certificate: Certificate
-    stats: Stats = eqx.field(static=True)
-    fidelity: Fidelity | None = eqx.field(static=True, default=None)
+    stats: Stats
+    fidelity: Fidelity | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.kernel_op.layout
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
         """Outputs at the training points."""
-        return self.offset + self.state.k_alpha
+        return self.layout.points(self.offset + self.state.k_alpha)
 
     @property
     def num_outputs(self) -> int:
@@ -79,7 +89,7 @@ class Fitted(DualModel):
 
     def problem(self, data: TrainingSet | None = None) -> Problem:
         """The objective on this training set, or on an edited one with the same rows."""
-        return make_problem(data or self.data, self.loss, self.ridge, self.offset)
+        return make_problem(data or self.data, self.loss, self.ridge, self.offset, self.layout)
 
     def edit(
         self,
@@ -127,23 +137,58 @@ class Fitted(DualModel):
             picked = resolve(solver or Auto(), base.kernel_op)
             choice, reason = picked.solver.describe(base.kernel_op), picked.reason
             point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
-        stats = Stats(
-            steps=facts["steps"],
-            iterations=facts["iterations"],
-            products=facts["products"],
-            converged=facts["converged"],
-            residual=facts["residual"],
-            seconds=clock.stop(point),
-            solver=choice,
-            reason=reason,
-        )
+        stats = make_stats(facts, clock.stop(point), choice, reason)
         check_outcome(stats, on_failure, "edit", point.certificate)
+        return base._updated(data, point, stats)
+
+    def retrain(
+        self,
+        edits: AbstractEdit | Sequence[AbstractEdit],
+        *,
+        solver: AbstractDualSolver | Auto | None = None,
+        tolerance: float | None = None,
+        on_failure: OnFailure = "raise",
+        progress: bool | ProgressFn = True,
+    ) -> "Update":
+        """The model trained from scratch (`α = 0`) on the edited set: the truth to compare with.
+
+        Reuses the kernel, nothing else. `tolerance` is on `certificate.relative_bound`, as in `fit`.
+        """
+        data = apply_edits(edits, self.data, self.loss, self.num_outputs)
+        clock = Clock()
+        base = self._extended(data, progress)
+        picked = resolve(solver or Auto(), base.kernel_op)
+        shape = (base.data.num_points, base.num_outputs)
+        zero = base.layout.place(np.zeros(shape, base.offset.dtype))
+        problem = base.problem(data)
+        start = inspect_jit(base.kernel_op, problem, State(zero, zero), base.kernel_diagonal)
+        limit = default_tolerance(zero.dtype) if tolerance is None else tolerance
+        point, facts = minimise(
+            base.kernel_op,
+            problem,
+            start,
+            base.kernel_diagonal,
+            solver=picked.solver,
+            preconditioner=base.preconditioner,
+            rtol=default_rtol(zero.dtype),
+            tolerances=Tolerances(None, limit, MAX_STEPS),
+            what="retrain",
+            progress=progress,
+        )
+        facts["converged"] = facts["converged"] or facts["at_floor"]
+        stats = make_stats(
+            facts, clock.stop(point), picked.solver.describe(base.kernel_op), picked.reason
+        )
+        check_outcome(stats, on_failure, "retrain", point.certificate)
+        return base._updated(data, point, stats)
+
+    def _updated(self, data: TrainingSet, point: Point, stats: Stats) -> "Update":
         return Update(
             source=self.source,
             data=data,
             state=point.state,
             reference=self.reference,
-            before=base,
+            before=self,
             certificate=point.certificate,
             stats=stats,
         )
@@ -160,17 +205,17 @@ class Fitted(DualModel):
         op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
         dtype = self.state.alpha.dtype
         if steps == 1 and until is None:
-            tol = jnp.asarray(rtol, dtype)
-            point, report = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
-            check_report(report, point, "edit")
-            iterations = int(report.iterations)
+            tol = jax.device_put(host_scalar(rtol, self.offset))
+            point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
+            report = StepReport.unpack(packed)
+            check_report(report, dtype, "edit")
             return point, {
                 "steps": 1,
-                "iterations": iterations,
-                "products": int(report.products) + 1,
-                "residual": float(report.residual),
-                "converged": bool(report.converged),
-                "inner_converged": bool(report.converged),
+                "iterations": report.iterations,
+                "products": report.products + 1,
+                "residual": report.residual,
+                "converged": report.converged,
+                "inner_converged": report.converged,
             }
         start = inspect_jit(op, problem, self.state, diagonal)
         tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
@@ -185,6 +230,8 @@ class Fitted(DualModel):
             tolerances=tolerances,
             what="edit",
             progress=progress,
+            # Who counts steps wants each of them solved; who wants a distance wants it soon.
+            loosest=rtol if until is None else 0.1,
         )
         if until is None:
             facts["converged"] = facts["inner_converged"]
@@ -197,25 +244,26 @@ class Fitted(DualModel):
             return self
         x_new = data.x[-added:]
         op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
-        rows = ((0, added), (0, 0))
-        alpha = jnp.pad(self.state.alpha, rows)
-        state = State(alpha, op.mv(alpha))
-        offset_new = self._offset_at(x_new, state.k_alpha[-added:])
+        layout = op.layout
+        alpha = layout.grow(self.state.alpha, op.num_points)
+        state = State(alpha, op_mv(op, alpha))
+        offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
+        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
-            np.concatenate([self.data.targets, data.targets[-added:]]),
+            jnp.concatenate([self.data.targets, data.targets[-added:]]),
             np.pad(self.data.sample_weights, (0, added)),
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
-            pre = SpectralPreconditioner(jnp.pad(pre.features, (*rows, (0, 0))))
+            pre = SpectralPreconditioner(layout.grow(pre.features, op.num_points))
         return replace(
             self,
             data=before,
             kernel_op=op,
             state=state,
-            offset=jnp.concatenate([self.offset, offset_new]),
-            kernel_diagonal=op.diagonal(),
+            offset=layout.place(offset, "last"),
+            kernel_diagonal=op_diagonal(op),
             preconditioner=pre,
         )
 
@@ -230,22 +278,27 @@ class Fitted(DualModel):
         save(self, path, include_kernel=include_kernel)
 
 
+@dataclass(frozen=True, eq=False)
 class Update(DualModel):
     """A model after an edit: dual variables, certificate, stats, and what changed."""
 
     before: Fitted
     certificate: Certificate
-    stats: Stats = eqx.field(static=True)
+    stats: Stats
+
+    @property
+    def layout(self) -> Layout:
+        return self.before.layout
 
     @property
     def delta_alpha(self) -> Float[Array, "n c"]:
         """`Δα`; rows of added or replaced points come last."""
-        return self.state.alpha - self.before.state.alpha
+        return self.layout.points(self.state.alpha - self.before.state.alpha)
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
         """Outputs at all training rows, removed ones included."""
-        return self.before.offset + self.state.k_alpha
+        return self.layout.points(self.before.offset + self.state.k_alpha)
 
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
@@ -281,7 +334,7 @@ class Update(DualModel):
         f, delta_f = before.predict(xq), self.delta_outputs(xq)
         if linearised:
             change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
-            ridge_change = jnp.sum(before.state.k_alpha * self.delta_alpha)
+            ridge_change = jnp.sum(before.state.k_alpha * (self.state.alpha - before.state.alpha))
         else:
             change = loss.value(f + delta_f, y) - loss.value(f, y)
             ridge_change = 0.5 * (_square(self.state) - _square(before.state))
@@ -303,12 +356,38 @@ class Update(DualModel):
 
 
 def make_problem(
-    data: TrainingSet, loss: AbstractLoss, ridge: float, offset: Float[Array, "n c"]
+    data: TrainingSet,
+    loss: AbstractLoss,
+    ridge: float,
+    offset: Float[Array, "n c"],
+    layout: Layout,
 ) -> Problem:
-    """The objective's arrays, in the dtype of the outputs."""
-    dtype = offset.dtype
-    weights = jnp.asarray(data.weights, dtype)
-    return Problem(loss, jnp.asarray(data.targets), weights, jnp.asarray(ridge, dtype), offset)
+    """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
+    weights = data.weights.astype(offset.dtype)
+    if layout.sharding is None:
+        weights, scalar = jax.device_put((weights, host_scalar(ridge, offset)))
+        return Problem(loss, data.targets, weights, scalar, offset)
+    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
+    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
+
+
+def host_scalar(value: float, like: Array) -> np.ndarray:
+    """A number in the dtype of `like`, cast on the host: no kernel launch for it."""
+    return np.asarray(value, like.dtype)
+
+
+def make_stats(
+    facts: dict[str, Any], seconds: float, solver: str, reason: str, notes: tuple[str, ...] = ()
+) -> Stats:
+    """The public record of a run."""
+    names = ("steps", "iterations", "products", "converged", "residual")
+    record = {name: facts[name] for name in names}
+    return Stats(**record, seconds=seconds, solver=solver, reason=reason, notes=notes)
+
+
+def default_tolerance(dtype: Any) -> float:
+    """Relative certified distance that a fit aims for."""
+    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
 def default_rtol(dtype: Any) -> float:
@@ -323,9 +402,11 @@ def _square(state: State) -> Float[Array, ""]:
 def check_outcome(stats: Stats, on_failure: OnFailure, what: str, cert: Certificate) -> None:
     if stats.converged or on_failure == "report":
         return
+    floor = float(cert.rounding / cert.ridge)
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{float(cert.distance_bound):.3g}. Try float64, a larger ridge, a looser tolerance or "
-        "more steps, or on_failure='report' to get the answer as it is."
+        f"{float(cert.distance_bound):.3g}, of which rounding in {cert.rounding.dtype} accounts for "
+        f"{floor:.3g}. Try float64, a larger ridge, a looser tolerance or more steps, or "
+        "on_failure='report' to get the answer as it is."
     )

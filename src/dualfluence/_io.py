@@ -80,7 +80,9 @@ def load(
     """
     meta, arrays = _read(Path(path))
     source = as_source(model)
-    data = TrainingSet(jnp.asarray(arrays["x"]), arrays["targets"], arrays["sample_weights"])
+    data = TrainingSet(
+        jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"]), arrays["sample_weights"]
+    )
     c = arrays["alpha"].shape[1]
     reference = _reference(source, arrays, meta)
     _check_model(source, data, arrays, reference)
@@ -106,7 +108,7 @@ def load(
     )
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """Write to a temporary name beside `path`, then rename; nothing is left after a failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
@@ -122,21 +124,21 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def _arrays(fitted: Fitted) -> dict[str, np.ndarray]:
-    cert = fitted.certificate
+    cert, points = fitted.certificate, fitted.layout.points
     arrays = {
         "x": fitted.data.x,
         "targets": fitted.data.targets,
         "sample_weights": fitted.data.sample_weights,
-        "alpha": fitted.state.alpha,
-        "k_alpha": fitted.state.k_alpha,
-        "offset": fitted.offset,
-        "kernel_diagonal": fitted.kernel_diagonal,
+        "alpha": fitted.alpha,
+        "k_alpha": points(fitted.state.k_alpha),
+        "offset": points(fitted.offset),
+        "kernel_diagonal": points(fitted.kernel_diagonal),
         "certificate": jnp.stack(
             [cert.gradient_norm, cert.rounding, cert.parameter_norm, cert.ridge]
         ),
     }
     if isinstance(fitted.preconditioner, SpectralPreconditioner):
-        arrays["preconditioner"] = fitted.preconditioner.features
+        arrays["preconditioner"] = points(fitted.preconditioner.features)
     if fitted.reference is not None:
         arrays["reference_alpha"] = fitted.reference.alpha
         for i, leaf in enumerate(jax.tree.leaves(fitted.reference.params)):

@@ -3,20 +3,26 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from ._checks import check_finite
-from .operators import AbstractKernelOperator, DenseOperator, KroneckerOperator
+from .operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, ShardedOperator
 
 ROUNDING_SLACK = 1e3
 """Deviations up to this many units in the last place of the largest entry count as rounding."""
 
 EXACT_SIZE = 600
 LANCZOS_STEPS = 32
+PROBES = 16
 
 
 def check_kernel(op: AbstractKernelOperator) -> str:
     """Raise if `K` is not a kernel; else say how far it was checked."""
+    if not op.in_memory:
+        return "on disk, verified by checksum as it is read"
+    if isinstance(op, ShardedOperator):
+        return _check_by_products(op)
     if not isinstance(op, (DenseOperator, KroneckerOperator)):
         return "positive semidefinite by construction"
     K = op.matrix
@@ -38,6 +44,42 @@ def check_kernel(op: AbstractKernelOperator) -> str:
         )
     how = "all eigenvalues" if exact else f"{LANCZOS_STEPS} Lanczos steps"
     return f"symmetric to {asymmetry / max(largest, 1e-300):.1e}, semidefinite by {how}"
+
+
+def _check_by_products(op: AbstractKernelOperator) -> str:
+    """The same checks from products alone, for a `K` that is not in one place.
+
+    An asymmetric part or a negative eigenvalue shows in random directions, if not with certainty.
+    """
+    asymmetry, size, curvature = (float(v) for v in _probe(op))
+    slack = ROUNDING_SLACK * float(jnp.finfo(op.dtype).eps)
+    if not np.isfinite([asymmetry, size, curvature]).all():
+        raise ValueError("kernel: every entry must be finite, but K has NaN or infinite entries.")
+    if asymmetry > slack * size:
+        raise ValueError(
+            f"kernel: K must be symmetric, but |uᵀKv − vᵀKu| reaches {asymmetry:.3g} where |u||Kv| is "
+            f"{size:.3g}. A kernel function must satisfy k(x1, x2) = k(x2, x1)ᵀ."
+        )
+    if curvature < -slack * size:
+        raise ValueError(
+            f"kernel: K must be positive semidefinite, but uᵀKu falls to {curvature:.3g} (|u||Ku| is "
+            f"{size:.3g}). Not every similarity is a kernel."
+        )
+    return f"symmetric and semidefinite in {PROBES} random directions"
+
+
+@eqx.filter_jit
+def _probe(op: AbstractKernelOperator) -> tuple[Array, Array, Array]:
+    """Largest `|uᵀKv − vᵀKu|`, largest `|u||Kv|`, smallest Ritz value on the span of the probes."""
+    shape = (op.num_points, op.num_outputs, PROBES)
+    U = jax.random.normal(jax.random.key(0), shape, op.dtype)
+    KU = op.mm(U)
+    gram = jnp.einsum("nci,ncj->ij", U, KU, precision="highest")
+    asymmetry = jnp.max(jnp.abs(gram - gram.T))
+    size = jnp.max(jnp.linalg.norm(U.reshape(-1, PROBES), axis=0)) * jnp.max(
+        jnp.linalg.norm(KU.reshape(-1, PROBES), axis=0)
+    )
+    return asymmetry, size, jnp.linalg.eigvalsh(0.5 * (gram + gram.T))[0]
 
 
 @jax.jit

@@ -17,6 +17,9 @@ ApplyFn = Callable[[Any, Any], Array]
 
 DIAGONAL_BYTES = 256 * 2**20
 
+PRECISION = "highest"
+"""Matrix products inside `apply_fn` keep the full precision of their dtype, also on a GPU."""
+
 
 class Linearized(eqx.Module):
     r"""`f(x) = f(x; θ₀) + J(x)(θ − θ₀)`, with `J` the Jacobian at `params`.
@@ -38,11 +41,17 @@ class Linearized(eqx.Module):
 
     def __call__(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""
-        return _batched(lambda xb: self.apply_fn(params, xb), x, self.batch_size)
+        with jax.default_matmul_precision(PRECISION):
+            return _batched(lambda xb: self.apply_fn(params, xb), x, self.batch_size)
 
     def base_outputs(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """`f(x; θ₀)`."""
         return self(self.params, x)
+
+    def linearised(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+        """`f(x; θ₀) + J(x)(θ − θ₀)` at any parameters `θ`."""
+        theta, theta_0 = self.split(params)[0], self.split(self.params)[0]
+        return self.base_outputs(x) + self.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))
 
     def jvp(self, x: Shaped[Array, "n ..."], tangent: PyTree) -> Float[Array, "n c"]:
         """`J(x) t` for a tangent with the structure of the trainable leaves."""
@@ -54,7 +63,8 @@ class Linearized(eqx.Module):
 
             return jax.jvp(apply, (theta,), (tangent,))[1]
 
-        return _batched(push, x, self.batch_size)
+        with jax.default_matmul_precision(PRECISION):
+            return _batched(push, x, self.batch_size)
 
     def vjp(self, x: Shaped[Array, "n ..."], v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, summed over points, as a pytree of the trainable leaves."""
@@ -64,15 +74,14 @@ class Linearized(eqx.Module):
             _, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xb), theta)
             return back(vb)[0]
 
-        if x.shape[0] <= self.batch_size:
-            return pull(x, v)
-        xs, vs = _batches(x, self.batch_size), _batches(v, self.batch_size, zeros=True)
-        start = jax.tree.map(jnp.zeros_like, theta)
-
         def add(total: PyTree, batch: tuple[Array, Array]) -> tuple[PyTree, None]:
             return jax.tree.map(jnp.add, total, pull(*batch)), None
 
-        return jax.lax.scan(add, start, (xs, vs))[0]
+        with jax.default_matmul_precision(PRECISION):
+            if x.shape[0] <= self.batch_size:
+                return pull(x, v)
+            xs, vs = _batches(x, self.batch_size), _batches(v, self.batch_size, zeros=True)
+            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, theta), (xs, vs))[0]
 
     def kernel(
         self,
@@ -84,14 +93,16 @@ class Linearized(eqx.Module):
     ) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) J(x2)ᵀ`, in tiles; `x2=None` computes half of the symmetric kernel."""
         mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
-        return empirical_kernel(
-            self.apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
-        ).value
+        with jax.default_matmul_precision(PRECISION):
+            return empirical_kernel(
+                self.apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
+            ).value
 
     def kernel_block(self, x1: Array, x2: Array) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) J(x2)ᵀ` in one piece, for use inside other compiled functions."""
         mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
-        return kernel_block(self.apply_fn, self.params, x1, x2, trainable=mask)
+        with jax.default_matmul_precision(PRECISION):
+            return kernel_block(self.apply_fn, self.params, x1, x2, trainable=mask)
 
     @eqx.filter_jit
     def kernel_diagonal(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
@@ -137,7 +148,7 @@ def linearize(
     *,
     anchor: str = "params",
     trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
-    batch_size: int = 1024,
+    batch_size: int = 2048,
 ) -> Linearized:
     r"""Linearise any JAX function of a parameter pytree at `params`.
 

@@ -10,7 +10,7 @@ SHARE = 0.4
 
 def total_memory() -> int:
     """Bytes of the default device, or of the host for a CPU."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return int(stats["bytes_limit"])

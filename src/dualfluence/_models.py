@@ -2,6 +2,7 @@
 
 import abc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -15,10 +16,12 @@ from ._linearize import Linearized
 from ._progress import ProgressFn
 from .operators import (
     AbstractKernelOperator,
+    BorderedOperator,
     DenseOperator,
     KroneckerOperator,
     LowRankOperator,
     MatrixFreeOperator,
+    MixedOperator,
 )
 
 FORMS = ("auto", "dense", "matrix-free")
@@ -26,6 +29,26 @@ FORMS = ("auto", "dense", "matrix-free")
 
 class AbstractSource(eqx.Module):
     """Where `K` comes from: base outputs, the operator on training points, products with queries."""
+
+    @property
+    def network(self) -> Linearized | None:
+        """The linearised network behind the kernel, if there is one."""
+        return None
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel entries.")
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        """`J(x)ᵀ v`, for a network."""
+        assert self.network is not None
+        return pull_back(self.network, x, v)
+
+    def moved_params(self, params: PyTree, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        """`params + J(x)ᵀ v`, frozen leaves as they are."""
+        assert self.network is not None
+        theta, frozen = self.network.split(params)
+        return eqx.combine(jax.tree.map(jnp.add, theta, self.pull_back(x, v)), frozen)
 
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
@@ -55,6 +78,16 @@ class NetworkSource(AbstractSource):
 
     model: Linearized
 
+    @property
+    def network(self) -> Linearized:
+        return self.model
+
+    def moved_params(self, params: PyTree, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        return moved_params(self.model, params, x, v)
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        return self.model.kernel(x1, x2, progress=progress)
+
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
         self.model.apply_shape(x)
         return _base_outputs(self.model, x)
@@ -64,9 +97,8 @@ class NetworkSource(AbstractSource):
     ) -> AbstractKernelOperator:
         if form == "matrix-free":
             return MatrixFreeOperator(self.model, x, num_outputs)
-        size = x.shape[0] * num_outputs
-        kernel = self.model.kernel(x, progress=progress)
-        return DenseOperator(kernel.reshape(size, size), num_outputs)
+        kernel = flatten_block(self.model.kernel(x, progress=progress))
+        return DenseOperator(kernel, num_outputs)
 
     def cross_mv(
         self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
@@ -89,7 +121,7 @@ class KernelSource(AbstractSource):
     kernel: Any
     takes_none: bool = eqx.field(static=True)
 
-    def block(self, x1: Array, x2: Array | None, progress: bool | ProgressFn) -> Array:
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         if self.takes_none:
             return self.kernel(x1, x2, progress=progress)
         return jnp.asarray(self.kernel(x1, x1 if x2 is None else x2))
@@ -186,12 +218,22 @@ def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelO
     )
 
 
+@partial(jax.jit, donate_argnums=0)
+def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
+    """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
+    return block.reshape(block.shape[0] * block.shape[1], -1)
+
+
 def bordered(op: AbstractKernelOperator, cross: Array, corner: Array) -> AbstractKernelOperator:
     """`[[K, cross], [crossᵀ, corner]]` in the structure of `op`."""
+    if isinstance(op, MixedOperator):
+        return MixedOperator(bordered(op.op, cross, corner))
     if isinstance(op, KroneckerOperator):
         return KroneckerOperator(_border(op.matrix, cross, corner), op.num_outputs, op.precision)
-    assert isinstance(op, DenseOperator)
-    m = corner.shape[0] * op.num_outputs
+    m = corner.shape[0] * (1 if corner.ndim == 2 else op.num_outputs)
+    if not isinstance(op, DenseOperator):
+        square = operator_from_array(corner, corner.shape[0], op.num_outputs)
+        return BorderedOperator(op, jnp.asarray(cross).reshape(-1, m), square)
     flat = _border(op.matrix, cross.reshape(-1, m), corner.reshape(m, m))
     return DenseOperator(flat, op.num_outputs, op.precision)
 
@@ -214,3 +256,10 @@ def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
 def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
     """`J(x)ᵀ v`, compiled once per shape."""
     return model.vjp(x, v)
+
+
+@eqx.filter_jit
+def moved_params(model: Linearized, params: PyTree, x: Array, v: Array) -> PyTree:
+    """`θ + J(x)ᵀ v` in one compiled program; leaves that are not trainable stay."""
+    theta, frozen = model.split(params)
+    return eqx.combine(jax.tree.map(jnp.add, theta, model.vjp(x, v)), frozen)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Array, Float
 
 from ._problem import Certificate, Problem, State, certify
 from ._progress import ProgressFn, Ticker
@@ -28,15 +29,29 @@ COUNTERS = {"traces": 0}
 """How often the step was traced, i.e. compiled; tests read it."""
 
 
-class StepReport(eqx.Module):
-    """What one Newton step did."""
+class StepReport(NamedTuple):
+    """What one Newton step did, on the host; one transfer brings all of it."""
 
-    iterations: Int[Array, ""]
-    products: Int[Array, ""]
-    residual: Float[Array, ""]
-    converged: Bool[Array, ""]
-    step_size: Float[Array, ""]
-    min_curvature: Float[Array, ""]
+    iterations: int
+    products: int
+    residual: float
+    converged: bool
+    step_size: float
+    min_curvature: float
+    gradient_norm: float
+    distance_bound: float
+    relative_bound: float
+    at_floor: bool
+
+    @classmethod
+    def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
+        values = cls(*np.asarray(packed).tolist())
+        return values._replace(
+            iterations=int(values.iterations),
+            products=int(values.products),
+            converged=bool(values.converged),
+            at_floor=bool(values.at_floor),
+        )
 
 
 class Point(eqx.Module):
@@ -64,6 +79,18 @@ inspect_jit = eqx.filter_jit(inspect)
 
 
 @eqx.filter_jit
+def op_mv(op: AbstractKernelOperator, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+    """`K v`, compiled."""
+    return op.mv(v)
+
+
+@eqx.filter_jit
+def op_diagonal(op: AbstractKernelOperator) -> Float[Array, "n c"]:
+    """Diagonal of `K`, compiled."""
+    return op.diagonal()
+
+
+@eqx.filter_jit
 def newton_step(
     op: AbstractKernelOperator,
     problem: Problem,
@@ -73,7 +100,7 @@ def newton_step(
     preconditioner: AbstractPreconditioner,
     rtol: Float[Array, ""],
     damped: bool,
-) -> tuple[Point, StepReport]:
+) -> tuple[Point, Float[Array, " k"]]:
     """One step of (★) from `point`, with a line search on the objective if `damped`."""
     COUNTERS["traces"] += 1
     factor = problem.factor(point.state)
@@ -91,15 +118,19 @@ def newton_step(
     if damped:
         t = _line_search(problem, point, delta, k_delta)
     new = inspect(op, problem, point.state.moved(t * delta, t * k_delta), diagonal)
-    report = StepReport(
-        iterations=solution.iterations,
-        products=solution.products + 1,
-        residual=solution.residual,
-        converged=solution.converged,
-        step_size=t,
-        min_curvature=factor.min_curvature,
+    packed = (
+        solution.iterations,
+        solution.products + 1,
+        solution.residual,
+        solution.converged,
+        t,
+        factor.min_curvature,
+        new.certificate.gradient_norm,
+        new.certificate.distance_bound,
+        new.certificate.relative_bound,
+        new.certificate.gradient_norm <= new.certificate.rounding,
     )
-    return new, report
+    return new, jnp.stack([jnp.asarray(value, delta.dtype) for value in packed])
 
 
 @eqx.filter_jit
@@ -111,7 +142,7 @@ def influence_step(
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
     rtol: Float[Array, ""],
-) -> tuple[Point, StepReport]:
+) -> tuple[Point, Float[Array, " k"]]:
     """`inspect` and an undamped `newton_step` in one compiled program: the influence function."""
     start = inspect(op, problem, state, diagonal)
     return newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damped=False)
@@ -158,36 +189,28 @@ class Tolerances(NamedTuple):
     relative: float | None
     max_steps: int
 
-    def met(self, certificate: Certificate) -> bool:
-        bounds = (certificate.distance_bound, certificate.relative_bound)
-        limits = (self.distance, self.relative)
-        return any(
-            lim is not None and float(b) <= lim for b, lim in zip(bounds, limits, strict=True)
-        )
-
-    def floor(self, certificate: Certificate) -> bool:
-        """Whether rounding, not the step, now decides the gradient."""
-        return float(certificate.gradient_norm) <= float(certificate.rounding)
+    def met(self, distance_bound: float, relative_bound: float) -> bool:
+        by_distance = self.distance is not None and distance_bound <= self.distance
+        return by_distance or (self.relative is not None and relative_bound <= self.relative)
 
 
 class NotConverged(RuntimeError):
     """A solve or a fit did not reach its tolerance. The message says how far it came."""
 
 
-def check_report(report: StepReport, point: Point, what: str) -> None:
-    """Raise on NaN or on a loss that is not convex. Waits for the step."""
-    eps = float(jnp.finfo(point.rho.dtype).eps)
-    if float(report.min_curvature) < -CURVATURE_SLACK * eps:
+def check_report(report: StepReport, dtype: Any, what: str) -> None:
+    """Raise on NaN or on a loss that is not convex."""
+    if report.min_curvature < -CURVATURE_SLACK * float(jnp.finfo(dtype).eps):
         raise ValueError(
             f"{what}: the loss has negative curvature (smallest Hessian eigenvalue "
-            f"{float(report.min_curvature):.3g} of the largest). It must be convex in the outputs."
+            f"{report.min_curvature:.3g} of the largest). It must be convex in the outputs."
         )
-    check_finite_point(point, what)
+    check_finite_bound(report.distance_bound, what)
 
 
-def check_finite_point(point: Point, what: str) -> None:
-    """Raise unless gradient, rounding and norm are finite numbers."""
-    if not bool(jnp.isfinite(point.certificate.distance_bound + point.certificate.parameter_norm)):
+def check_finite_bound(distance_bound: float, what: str) -> None:
+    """Raise unless the certificate is a number."""
+    if not np.isfinite(distance_bound):
         raise FloatingPointError(
             f"{what}: the gradient is not finite. The kernel may be indefinite, the numbers may "
             "overflow, or the ridge may be below the kernel's rounding; try float64, a larger ridge, "
@@ -207,45 +230,48 @@ def minimise(
     tolerances: Tolerances,
     what: str,
     progress: bool | ProgressFn,
+    loosest: float = 0.1,
 ) -> tuple[Point, dict[str, Any]]:
     """Damped Newton from `point` until a tolerance on the certificate or `max_steps`.
 
-    Early steps solve loosely, later ones to `rtol`: the inner tolerance follows the gradient down.
+    Early steps solve to `loosest`, later ones to `rtol`: the inner tolerance follows the gradient.
     Stops as well when the gradient no longer falls, i.e. at the floor that rounding sets.
     """
-    check_finite_point(point, what)
-    first = float(point.certificate.gradient_norm)
-    best, best_norm, stalled = point, first, 0
+    cert, dtype = point.certificate, point.rho.dtype
+    first, bound, relative, rounding = np.asarray(
+        jnp.stack([cert.gradient_norm, cert.distance_bound, cert.relative_bound, cert.rounding])
+    ).tolist()
+    check_finite_bound(bound, what)
+    best, norm, best_norm, stalled, inner = point, first, first, 0, True
+    met, at_floor = tolerances.met(bound, relative), first <= rounding
     steps = iterations = 0
-    products = 1
-    residual, inner = 0.0, True
-    dtype = point.rho.dtype
+    products, residual = 1, 0.0
     with Ticker(tolerances.max_steps, what, progress) as ticker:
-        while steps < tolerances.max_steps and stalled < STALLED_STEPS:
-            if tolerances.met(best.certificate) or tolerances.floor(best.certificate):
-                break
-            loose = 0.1 * min(1.0, float(point.certificate.gradient_norm) / max(first, 1e-300))
+        while not (met or at_floor or steps == tolerances.max_steps or stalled == STALLED_STEPS):
+            loose = loosest * min(1.0, norm / max(first, 1e-300))
             step_rtol = jnp.asarray(max(rtol, loose), dtype)
-            point, report = newton_step(
+            point, packed = newton_step(
                 op, problem, point, diagonal, solver, preconditioner, step_rtol, True
             )
-            check_report(report, point, what)
-            steps, iterations = steps + 1, iterations + int(report.iterations)
-            products += int(report.products)
-            residual, inner = float(report.residual), inner and bool(report.converged)
-            norm = float(point.certificate.gradient_norm)
-            slow = norm > 0.9 * best_norm and float(report.step_size) == 1
+            report = StepReport.unpack(packed)
+            check_report(report, dtype, what)
+            steps, iterations = steps + 1, iterations + report.iterations
+            products, residual = products + report.products, report.residual
+            norm, inner = report.gradient_norm, inner and report.converged
+            slow = norm > 0.9 * best_norm and report.step_size == 1
             stalled = stalled + 1 if slow else 0
             if norm <= best_norm:
                 best, best_norm = point, norm
+                met = tolerances.met(report.distance_bound, report.relative_bound)
+                at_floor = report.at_floor
             ticker.tick()
     return best, {
         "steps": steps,
         "iterations": iterations,
         "products": products,
         "residual": residual,
-        "converged": tolerances.met(best.certificate),
-        "at_floor": tolerances.floor(best.certificate),
+        "converged": met,
+        "at_floor": at_floor,
         "inner_converged": inner,
     }
 

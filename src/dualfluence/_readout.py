@@ -1,16 +1,18 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
+import abc
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_finite
 from ._edits import TrainingSet
+from ._layout import Layout
 from ._linearize import Linearized
-from ._models import AbstractSource, NetworkSource, pull_back
+from ._models import AbstractSource
 from ._problem import State
 
 
@@ -22,8 +24,13 @@ class Reference(eqx.Module):
     linearised: bool = eqx.field(static=True)
 
 
-class DualModel(eqx.Module):
-    """A model as dual variables over training points. What fits and updates have in common."""
+@dataclass(frozen=True, eq=False)
+class DualModel:
+    """A model as dual variables over training points. What fits and updates have in common.
+
+    A plain record, not a pytree: it never enters a compiled function, and a request should not pay
+    for being able to.
+    """
 
     source: AbstractSource
     data: TrainingSet
@@ -36,19 +43,24 @@ class DualModel(eqx.Module):
         return self.data.x
 
     @property
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Which rows of `state` are training points, and where they live."""
+
+    @property
     def alpha(self) -> Float[Array, "n c"]:
         """Dual variables, one row per training point."""
-        return self.state.alpha
+        return self.layout.points(self.state.alpha)
 
     @property
     def network(self) -> Linearized:
         """The linearised network, or an error for a kernel without parameters."""
-        if not isinstance(self.source, NetworkSource):
+        if self.source.network is None:
             raise TypeError(
                 "params: this model is a kernel without parameters (infinitely wide, or your own "
                 "kernel). Read out predictions instead, or use linearize for a finite network."
             )
-        return self.source.model
+        return self.source.network
 
     def moved_alpha(self) -> Float[Array, "n c"]:
         """`α`, or `α − α_ref` for a network trained by the user."""
@@ -59,11 +71,8 @@ class DualModel(eqx.Module):
 
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
-        network = self.network
-        base = network.params if self.reference is None else self.reference.params
-        theta, frozen = network.split(base)
-        step = pull_back(network, self.x, self.moved_alpha())
-        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+        base = self.network.params if self.reference is None else self.reference.params
+        return self.source.moved_params(base, self.x, self.moved_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
@@ -75,10 +84,11 @@ class DualModel(eqx.Module):
         """
         xq = self.check_queries(xq)
         if not linearised:
-            return apply_network(self.network, self.params(), xq)
+            return outputs_at(self.network, self.params(), xq, linearised=False)
         move = self.source.cross_mv(xq, self.x, self.moved_alpha())
         if self.reference is not None:
-            return move + reference_outputs(self.network, self.reference, xq)
+            ref = self.reference
+            return move + outputs_at(self.network, ref.params, xq, ref.linearised)
         base = self.source.base_outputs(xq, move.shape[1])
         return move if base is None else move + base
 
@@ -93,15 +103,6 @@ class DualModel(eqx.Module):
 
 
 @eqx.filter_jit
-def apply_network(model: Linearized, params: PyTree, x: Array) -> Array:
-    """The network itself at `params`, compiled once per shape."""
-    return model(params, x)
-
-
-@eqx.filter_jit
-def reference_outputs(model: Linearized, reference: Reference, x: Array) -> Array:
-    """Outputs of the trained network, or of its linearisation if that is what was trained."""
-    if not reference.linearised:
-        return model(reference.params, x)
-    theta, theta_0 = model.split(reference.params)[0], model.split(model.params)[0]
-    return model.base_outputs(x) + model.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))
+def outputs_at(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Array:
+    """The network, or its linearisation, at any parameters; compiled once per shape."""
+    return model.linearised(params, x) if linearised else model(params, x)

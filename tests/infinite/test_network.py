@@ -19,8 +19,9 @@ def mlp(*activations):
 
 
 def cnn(*end):
-    block = (infinite.Conv(W_std=1.5, b_std=0.1), infinite.Relu(), infinite.AvgPool((2, 2)))
-    return infinite.serial(*block, *block, *(end or (infinite.Flatten(),)), infinite.Dense(1.2))
+    conv = (infinite.Conv(W_std=1.5, b_std=0.1), infinite.Relu())
+    end = end or (infinite.Flatten(),)
+    return infinite.serial(*conv, infinite.AvgPool((2, 2)), *conv, *end, infinite.Dense(1.2))
 
 
 def test_tiles_and_symmetry_equal_one_block():
@@ -32,26 +33,28 @@ def test_tiles_and_symmetry_equal_one_block():
         net.kernel(x, x, tile_bytes=600),
         net.kernel(x, out="host"),
     ):
-        np.testing.assert_allclose(kernel, whole, rtol=1e-13)
+        # Rounding on the scale of the kernel, which is about 1: some entries nearly cancel.
+        np.testing.assert_allclose(kernel, whole, rtol=1e-13, atol=1e-14)
     np.testing.assert_allclose(net.diagonal(x), np.diag(whole), rtol=1e-13)
 
 
 def test_image_tiles_equal_one_block():
-    net, x = cnn(), RNG.normal(size=(5, 8, 8, 2))
+    net, x = cnn(), RNG.normal(size=(5, 6, 6, 2))
     whole = net.kernel_block(x, x[:3])
     small = 3 * _network.LIVE_ARRAYS * 8 * net.pair_entries(x.shape)
     assert net.tile_shape(x.shape, 3, 8, small, False) == ((2, 2), 1)
-    np.testing.assert_allclose(net.kernel(x, x[:3], tile_bytes=small), whole, rtol=1e-13)
+    tiled = net.kernel(x, x[:3], tile_bytes=small)
+    np.testing.assert_allclose(tiled, whole, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("size", [(12, 9), (8, 8)])
-@pytest.mark.parametrize("padding", ["SAME", "VALID"])
+@pytest.mark.parametrize(("padding", "size"), [("SAME", (7, 6)), ("VALID", (9, 6))])
 def test_the_band_equals_all_pairs(monkeypatch, size, padding):
     net = infinite.serial(
         infinite.Conv((3, 2), W_std=1.5, b_std=0.1),
         infinite.LayerNorm(),
         infinite.Cos(),  # not 0 at 0: pixels outside the image must be masked
         infinite.AvgPool((3, 2), (2, 1), padding, normalize_edges=True),
+        infinite.Conv((1, 2), W_std=1.2, b_std=0.1),
         infinite.residual(
             infinite.serial(infinite.Relu(), infinite.Conv((3, 3), W_std=1.3, b_std=0.2))
         ),
@@ -93,8 +96,8 @@ def test_equal_images_meet_exactly_in_a_pooled_network():
     "net", [mlp(infinite.Relu(), infinite.Relu()), mlp(infinite.Erf(), infinite.Abs()), cnn()]
 )
 def test_derivatives_are_finite_at_equal_and_zero_points(net):
-    images = net.layers[0] != infinite.Dense(1.5, 0.1)
-    x = RNG.normal(size=(3, 8, 8, 1) if images else (3, 5))
+    images = isinstance(net.layers[0], infinite.Conv)
+    x = RNG.normal(size=(3, 4, 4, 1) if images else (3, 5))
     x[2] = 0
 
     def total(x):
@@ -124,14 +127,14 @@ def test_zero_points_are_finite():
 @pytest.mark.parametrize("form", ["ntk", "standard"])
 def test_many_finite_networks_converge_to_the_kernels(form):
     weights = {"W_std": 1.4, "b_std": 0.3, "parameterization": form}
-    dense = (infinite.Dense(**weights, width=256), infinite.Relu())
+    dense = (infinite.Dense(**weights, width=128), infinite.Relu())
     nets = {
         "dense": infinite.serial(*dense, *dense, infinite.Dense(**weights)),
         "conv": infinite.serial(
-            infinite.Conv(**weights, width=256),
+            infinite.Conv(**weights, width=128),
             infinite.Erf(),
             infinite.AvgPool((2, 2), padding="SAME", normalize_edges=True),
-            infinite.Conv((2, 2), (1, 1), "CIRCULAR", **weights, width=256),
+            infinite.Conv((2, 2), (1, 1), "CIRCULAR", **weights, width=128),
             infinite.Relu(),
             infinite.Flatten(),
             infinite.Dense(**weights),
@@ -147,10 +150,10 @@ def test_many_finite_networks_converge_to_the_kernels(form):
             J = jnp.concatenate([leaf.reshape(3, -1) for leaf in jax.tree.leaves(J)], axis=1)
             return jnp.outer(f, f), J @ J.T
 
-        num = 400
+        num = 200
         outer, ntk = jax.lax.map(sample, jax.random.split(jax.random.key(1), num), batch_size=20)
         want_nngp, want_ntk = net.kernel_block(x, x, "both")
-        for draws, want, bias in ((outer, want_nngp, 0.02), (ntk, want_ntk, 0.02)):
+        for draws, want, bias in ((outer, want_nngp, 0.03), (ntk, want_ntk, 0.03)):
             error = np.abs(draws.mean(0) - want)
             # Five standard errors of the mean, plus the O(1/width) bias of a finite network.
             bound = 5 * draws.std(0) / np.sqrt(num) + bias * np.abs(want).max()

@@ -13,8 +13,14 @@ NAMES = [n for n in NUMBERS.nets if not any(s in n for s in SKIPPED)]
 # Neural Tangents cancels at equal points there (tests/data/infinite/README.md).
 LOSES_DIAGONAL = ("relu", "abs", "sign", "layernorm_dense", "residual_dense", "dropout")
 KINDS = ("nngp", "ntk")
-# The tests compile some seventy networks to run each once: do not optimise the machine code.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quick_compilation():
+    """Seventy networks are compiled to run once each: do not optimise them."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def kernels(name: str, dtype=np.float64) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -22,15 +28,25 @@ def kernels(name: str, dtype=np.float64) -> dict[str, tuple[np.ndarray, np.ndarr
     net = reference.build(NUMBERS.nets[name]["layers"])
     x1, x2 = (x.astype(dtype) for x in NUMBERS.inputs(name))
     x = jnp.concatenate([x1, x2])
-    both = jax.jit(lambda x: net.kernel_block(x, x, "both"), compiler_options=QUICK)(x)
-    return {
-        k: (np.asarray(v)[:6, 6:], np.asarray(v)[:6, :6]) for k, v in zip(KINDS, both, strict=True)
-    }
+    both = jax.jit(lambda x: net.kernel_block(x, x, "both"))(x)
+    values = {k: np.asarray(v) for k, v in zip(KINDS, both, strict=True)}
+    return {k: (v[:6, 6:], v[:6, :6]) for k, v in values.items()}
 
 
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if "32x32" not in n and "dropout_train" not in n]
-)
+def cases() -> list:
+    """All networks; those that differ only in their size from another run as `slow`."""
+    repeated = ("5dense", "512x3", "__01", "__l2")
+    out = []
+    for name in NAMES:
+        if "32x32" in name or "dropout_train" in name:
+            continue  # below
+        square = name.endswith("8x8x3") and name.replace("8x8", "9x7") in NAMES
+        slow = square or any(r in name for r in repeated)
+        out.append(pytest.param(name, marks=pytest.mark.slow) if slow else name)
+    return out
+
+
+@pytest.mark.parametrize("name", cases())
 def test_agrees_with_neural_tangents_and_with_50_digits(name):
     got = kernels(name)
     for kind in KINDS:
@@ -41,7 +57,9 @@ def test_agrees_with_neural_tangents_and_with_50_digits(name):
             off = ~np.eye(6, dtype=bool)
             np.testing.assert_allclose(got11[off], want11[off], rtol=1e-10)
             # 1e-6 where the reference itself is 5e-8 wrong; Sign is 1e-4 wrong there.
+            # It loses them in convolutions without pooling too: 3e-9 was measured.
             loses = (any(s in name for s in LOSES_DIAGONAL) and "_fcnn" in name) or "_dense" in name
+            loses = loses or "stride2_flatten" in name
             rtol = 1e-3 if "sign" in name else 1e-6 if loses else 1e-10
             np.testing.assert_allclose(np.diag(got11), np.diag(want11), rtol=rtol)
         if f"{name}/{kind}_x1x2" in NUMBERS.exact:

@@ -90,7 +90,7 @@ def test_symmetric_tiles_mirror():
     x = jnp.asarray(np.random.default_rng(9).normal(size=(37, 5)))
     got = empirical_kernel(apply_fn, params, x, tile_bytes=20_000).value
     assert_close(got, jacobian_kernel(apply_fn, params, x))
-    np.testing.assert_array_equal(got, np.transpose(got, (2, 3, 0, 1)))
+    assert_close(got, np.transpose(got, (2, 3, 0, 1)))
 
 
 def test_large_symmetric_kernels_are_cut_in_tiles():
@@ -208,3 +208,21 @@ def test_low_precision_parameters_give_a_float32_kernel(dtype):
     want = jacobian_kernel(apply_fn, same, x.astype(dtype).astype(jnp.float64))
     assert got.dtype == jnp.float32
     assert_close(got, want, rtol=2e-6)  # float32 rounding of sums of about ten products
+
+
+def test_deep_networks_sum_more_products_than_are_held_at_once():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)))
+    params = [jnp.eye(4) + 0.1 * k for k in range(8)]
+
+    def apply(p, x):
+        for w in p:
+            x = jnp.tanh(x @ w)
+        return x
+
+    want = jacobian_kernel(apply, params, x)
+    assert_close(empirical_kernel(apply, params, x).value, want)
+    slope = jax.grad(lambda p: kernel_block(apply, p, x, x).sum())(params)[0]
+    step = [jnp.zeros((4, 4)).at[1, 2].set(1e-6), *[0.0] * 7]
+    up, down = ([w + s * d for w, d in zip(params, step, strict=True)] for s in (1, -1))
+    rise = jacobian_kernel(apply, up, x).sum() - jacobian_kernel(apply, down, x).sum()
+    np.testing.assert_allclose(slope[1, 2], rise / 2e-6, rtol=1e-6)

@@ -6,7 +6,7 @@ digits of the angle; here every layer transforms the gap itself, by sums of non-
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -81,7 +81,8 @@ def _series(function: Callable[[np.ndarray], np.ndarray], degree: int) -> list[f
     """Power coefficients in `2 g - 1` of a function of `g` on [0, 1], highest first."""
     # Interpolation at Chebyshev points converges like 5.83^-degree (the singularity is at g = 2);
     # the power basis on [-1, 1] loses only 2.41^degree of that, so no digit at these degrees.
-    cheb = np.polynomial.chebyshev.chebinterpolate(lambda x: function((x + 1) / 2), degree)
+    target: Any = lambda x: function((x + 1) / 2)  # noqa: E731
+    cheb = np.polynomial.chebyshev.chebinterpolate(target, degree)
     return np.polynomial.chebyshev.cheb2poly(cheb)[::-1].tolist()
 
 

@@ -3,9 +3,9 @@
 import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array
 
 from ._spec import Spec
@@ -44,7 +44,7 @@ def as_points(x: Any, name: str) -> Array:
 
 def check_finite(x: Array, name: str) -> None:
     """Raise for NaN or infinity, unless `x` is traced."""
-    if isinstance(x, jax.core.Tracer) or bool(jnp.isfinite(x).all()):
+    if isinstance(x, Tracer) or bool(jnp.isfinite(x).all()):
         return
     rows = np.flatnonzero(~np.asarray(jnp.isfinite(x)).reshape(x.shape[0], -1).all(axis=1))
     raise ValueError(

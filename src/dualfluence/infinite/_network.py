@@ -20,8 +20,6 @@ from ._spec import AbstractLayer, Band, Spec
 from ._states import VectorPairs, cross_vectors, images, vectors_with_themselves
 from ._weights import Dense
 
-Kind = Literal["ntk", "nngp"]
-
 LIVE_ARRAYS = 9
 """Arrays of the size of the largest layer that a tile holds at once, rounded up."""
 
@@ -46,7 +44,7 @@ class Network(Serial):
         x1: Any,
         x2: Any = None,
         *,
-        kind: Kind = "ntk",
+        kind: str = "ntk",
         tile_bytes: int = DEFAULT_TILE_BYTES,
         progress: bool | ProgressFn = True,
         out: Literal["device", "host"] = "device",
@@ -94,9 +92,7 @@ class Network(Serial):
             return _with_diagonal(result, self.diagonal(x1, kind=kind, tile_bytes=tile_bytes))
         return result
 
-    def kernel_block(
-        self, x1: Any, x2: Any, kind: Kind | Literal["both"] = "ntk"
-    ) -> Array | tuple[Array, Array]:
+    def kernel_block(self, x1: Any, x2: Any, kind: str = "ntk") -> Array | tuple[Array, Array]:
         """One tile, `(n1, n2)`: pure, may be traced, jitted and differentiated.
 
         `kind="both"` gives the pair `(nngp, ntk)` for the price of the second.
@@ -113,9 +109,7 @@ class Network(Serial):
         nngp, ntk = _cross_block(self, x1.shape[1:], points1, points2)
         return (nngp, ntk) if kind == "both" else nngp if kind == "nngp" else ntk
 
-    def diagonal(
-        self, x: Any, *, kind: Kind = "ntk", tile_bytes: int = DEFAULT_TILE_BYTES
-    ) -> Array:
+    def diagonal(self, x: Any, *, kind: str = "ntk", tile_bytes: int = DEFAULT_TILE_BYTES) -> Array:
         """The kernel of every point with itself, `(n,)`, without pairs."""
         self._check_kind(kind)
         x = as_points(x, "x")
@@ -151,7 +145,7 @@ class Network(Serial):
         body = Serial((*self.layers[:-1], replace(last, width=outputs, s=(last.s[0], 1))))
         return body.init(key, input_spec(shape), width)[0]
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: Any, x: Any) -> Array:
         """Outputs `(n, c)` of the finite network."""
         return super().apply(params, jnp.asarray(x))
 
@@ -235,7 +229,7 @@ class Network(Serial):
             )
 
 
-def serial(*layers: AbstractLayer) -> Network:
+def serial(*layers: Any) -> Network:
     """A network of `layers`, one after another; networks among them are spliced in."""
     if not layers:
         raise ValueError("serial: expected at least one layer, got none.")
@@ -344,7 +338,7 @@ def _unpack_points(net: Network, shape: tuple[int, ...], rows: Array) -> tuple[A
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _cross(
-    net: Network, kind: Kind, shape: tuple[int, ...], block: int, rows1: Array, rows2: Array
+    net: Network, kind: str, shape: tuple[int, ...], block: int, rows1: Array, rows2: Array
 ) -> Array:
     """The pair pass on two batches of packed points, `block` rows at a time."""
     which = 0 if kind == "nngp" else 1
@@ -374,11 +368,11 @@ def _cross_block(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _diagonal(net: Network, kind: Kind, x: Array) -> Array:
+def _diagonal(net: Network, kind: str, x: Array) -> Array:
     return _read(_self_stage(net, x)[0], kind)[:, 0]
 
 
-def _read(state: VectorPairs, kind: Kind) -> Array:
+def _read(state: VectorPairs, kind: str) -> Array:
     shape = jnp.broadcast_shapes(state.joint.q1.shape, state.joint.q2.shape)
     ntk = jnp.zeros_like(state.joint.cov) if state.ntk is None else state.ntk
     return jnp.broadcast_to(state.joint.cov if kind == "nngp" else ntk, shape)

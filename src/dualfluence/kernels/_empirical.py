@@ -111,7 +111,8 @@ def kernel_block(
     """One block of the empirical NTK as a pure function, for use inside `jax.jit`.
 
     The mathematics of `empirical_kernel` without tiles, progress or checks of values: memory grows
-    with the block, and a non-finite derivative comes back as such.
+    with the block, and a non-finite derivative comes back as such. Differentiable in `params`.
+    Inside `jax.shard_map` use `check_vma=False`: the traced operations carry no mesh-axis types.
 
     **Returns:** the block, shape `(n1, c, n2, c)`.
     """

@@ -6,6 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+TERMS_AT_ONCE = 6
+"""Products of tile size that may be alive at once."""
+
 
 class Pair(NamedTuple):
     """$A$ `(n, b, s, m)`, or indices `(n, b, s)`, and $G$ `(n, c, b, s, k)` of one gradient."""
@@ -46,7 +49,10 @@ def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision:
     n1, n2 = f1.outputs.shape[0], f2.outputs.shape[0]
     c = f1.outputs.shape[1]
     total = terms[0] if terms else jnp.zeros((n1, n2) if traced else (n1, c, n2, c), dtype)
-    for term in terms[1:]:
+    for k, term in enumerate(terms[1:], start=1):
+        # Else the compiler may fuse all sums into one and hold every product for it.
+        if k % TERMS_AT_ONCE == 0:
+            total = jax.lax.optimization_barrier(total)
         total = total + term
     return total
 

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._tiles import DEFAULT_TILE_BYTES
-from ._gram import Features
+from ._gram import TERMS_AT_ONCE, Features
 from ._prepare import Prepared, num_points
 
 SYMMETRIC_TILES = 5
@@ -33,7 +33,7 @@ class Tiles:
 
 def default_tile_bytes() -> int:
     """256 MiB, or on an accelerator an eighth of its free memory where that is more."""
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return DEFAULT_TILE_BYTES
@@ -61,8 +61,8 @@ def choose_tiles(
             " `trainable` parameters, or use ntk_mv, which holds no Jacobian."
         )
     outputs = 1 if traced else plan.num_outputs**2
-    copies = len(plan.groups) + len(plan.leaves) + 2  # upper bound on products alive at once
-    entry = outputs * np.dtype(plan.dtype).itemsize * min(copies, 8)
+    copies = min(len(plan.groups) + 1, TERMS_AT_ONCE) + 2
+    entry = outputs * np.dtype(plan.dtype).itemsize * copies
     side = max(1, isqrt(half // entry))
     keep = (n1 if symmetric else n1 + columns) * per_point <= half
     if not keep:

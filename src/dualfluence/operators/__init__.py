@@ -3,3 +3,7 @@ from ._dense import DenseOperator as DenseOperator
 from ._dense import KroneckerOperator as KroneckerOperator
 from ._implicit import LowRankOperator as LowRankOperator
 from ._implicit import MatrixFreeOperator as MatrixFreeOperator
+from ._mixed import MixedOperator as MixedOperator
+from ._sharded import BorderedOperator as BorderedOperator
+from ._sharded import ShardedMatrixFreeOperator as ShardedMatrixFreeOperator
+from ._sharded import ShardedOperator as ShardedOperator

@@ -7,6 +7,8 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from .._layout import Layout, whole
+
 HIGHEST = jax.lax.Precision.HIGHEST
 """Products in the full precision of the dtype: float32 means float32, also on a GPU."""
 
@@ -22,7 +24,7 @@ class AbstractKernelOperator(eqx.Module):
     @property
     @abc.abstractmethod
     def num_points(self) -> int:
-        """`n`."""
+        """`n`, the rows of the arrays it takes; on a mesh that counts padding rows."""
 
     @property
     @abc.abstractmethod
@@ -33,6 +35,16 @@ class AbstractKernelOperator(eqx.Module):
     @abc.abstractmethod
     def dtype(self) -> Any:
         """Dtype of `K`."""
+
+    @property
+    def layout(self) -> Layout:
+        """Which rows are points, and where rows live."""
+        return whole(self.num_points)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the entries of `K`, if it has any, are in memory rather than on disk."""
+        return True
 
     @abc.abstractmethod
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:

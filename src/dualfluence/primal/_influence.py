@@ -24,10 +24,11 @@ from .._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from .._fitted import OnFailure
 from .._linearize import Linearized
 from .._newton import CURVATURE_SLACK, Clock, NotConverged, Stats
+from .._readout import outputs_at
 from ..losses import AbstractLoss
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._hessian import linearised_product, make_rows, network_product
-from ._update import PRECISION, PrimalUpdate, moved_params, outputs_at, tangent_model
+from ._update import PRECISION, PrimalUpdate, moved_params, tangent_model
 
 RESIDUAL_SLACK = 2.0
 """How far the true residual may lie above `rtol` when the running one of CG is below."""
@@ -228,7 +229,7 @@ def _training_set(
     check_finite("weights", samples)
     if samples.ndim != 1 or (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("influence: weights must be a non-negative vector with a positive sum.")
-    return TrainingSet(features, np.asarray(targets), samples)
+    return TrainingSet(features, targets, samples)
 
 
 def _check_solution(

@@ -12,6 +12,7 @@ from .._checks import check_finite
 from .._edits import TrainingSet
 from .._linearize import Linearized
 from .._newton import Stats
+from .._readout import outputs_at
 from .._trees import tree_norm
 from ..losses import AbstractLoss
 
@@ -114,17 +115,6 @@ def moved_params(model: Linearized, params: PyTree) -> PyTree:
     """`θ − θ₀` on the trainable leaves."""
     theta, theta_0 = model.split(params)[0], model.split(model.params)[0]
     return jax.tree.map(jnp.subtract, theta, theta_0)
-
-
-@eqx.filter_jit
-def outputs_at(
-    model: Linearized, params: PyTree, x: Array, linearised: bool
-) -> Float[Array, "n c"]:
-    """`f(x; θ₀) + J(θ − θ₀)`, or the network itself at `θ`."""
-    with jax.default_matmul_precision(PRECISION):
-        if not linearised:
-            return model(params, x)
-        return model.base_outputs(x) + model.jvp(x, moved_params(model, params))
 
 
 @eqx.filter_jit

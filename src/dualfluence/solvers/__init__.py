@@ -14,3 +14,4 @@ from ._preconditioner import AbstractPreconditioner as AbstractPreconditioner
 from ._preconditioner import NoPreconditioner as NoPreconditioner
 from ._preconditioner import SpectralPreconditioner as SpectralPreconditioner
 from ._preconditioner import spectral_preconditioner as spectral_preconditioner
+from ._refined import Refined as Refined

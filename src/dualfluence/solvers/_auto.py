@@ -4,10 +4,16 @@ from typing import NamedTuple
 
 import equinox as eqx
 
-from ..operators import AbstractKernelOperator, KroneckerOperator, LowRankOperator
+from ..operators import (
+    AbstractKernelOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    MixedOperator,
+)
 from ._base import AbstractDualSolver
 from ._cg import CG
 from ._cholesky import Cholesky
+from ._refined import Refined
 
 DIRECT_SIZE = 1024
 """Up to this size of the factorised matrix a direct solve is both exact and quick."""
@@ -28,6 +34,11 @@ class Auto(eqx.Module):
     def choose(self, op: AbstractKernelOperator) -> Choice:
         """The solver for this operator."""
         n, c = op.num_points, op.num_outputs
+        if op.layout.sharding is not None:
+            devices = op.layout.num_devices
+            return Choice(CG(), f"rows on {devices} devices: CG, as a factor would gather K")
+        if not op.in_memory:
+            return Choice(CG(), "K is on disk: one pass over it per iteration")
         if isinstance(op, LowRankOperator):
             return Choice(Cholesky(), f"low rank {op.features.shape[2]}: Woodbury on that side")
         size, what = (n, "n") if isinstance(op, KroneckerOperator) else (n * c, "n·c")
@@ -37,7 +48,15 @@ class Auto(eqx.Module):
 
 
 def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> Choice:
-    """`Auto` resolved, anything else as asked."""
+    """`Auto` resolved, anything else as asked; refined where `K` is in mixed precision."""
+    if isinstance(op, MixedOperator):
+        solver, reason = resolve(solver, op.op)
+        return Choice(Refined(solver), reason)
     if isinstance(solver, Auto):
         return solver.choose(op)
+    if isinstance(solver, Cholesky) and op.layout.sharding is not None:
+        raise ValueError(
+            f"Cholesky: the rows of K are on {op.layout.num_devices} devices, and a factor would "
+            "gather them in one place. Use CG() or Auto(), or fit without mesh."
+        )
     return Choice(solver, "asked for")

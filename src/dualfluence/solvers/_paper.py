@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from .._problem import Problem, State
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator
-from ._cg import conjugate_gradients
+from ._cg import CGResult, conjugate_gradients
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -60,9 +60,9 @@ class PaperCG(AbstractPaperForm):
         keep, gone = _split(before, after)
         K_rr = _slice(op, keep)
         rhs = _reduced_rhs(op, before, after, state, jnp.asarray(keep), jnp.asarray(gone))
-        result = _reduced_cg(
-            K_rr, after, state, jnp.asarray(keep), _retained_mass(before, keep), rhs, self
-        )
+        mass = jnp.asarray(_retained_mass(before, keep), rhs.dtype)
+        rtol = jnp.asarray(self.rtol, rhs.dtype)
+        result = _reduced_cg(K_rr, after, state, jnp.asarray(keep), mass, rhs, rtol, self.max_steps)
         converged = bool(result.converged) or not self.strict
         residual = float(result.residual)
         return _finish(op, state, result.x, keep, gone, int(result.iterations), converged, residual)
@@ -79,7 +79,9 @@ class PaperFull(AbstractPaperForm):
         self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
     ) -> tuple[State, dict[str, Any]]:
         keep, _ = _split(before, after)
-        result = _full_cg(op, before, after, state, _retained_mass(before, keep), self)
+        mass = jnp.asarray(_retained_mass(before, keep), state.alpha.dtype)
+        rtol = jnp.asarray(self.rtol, state.alpha.dtype)
+        result = _full_cg(op, before, after, state, mass, rtol, self.max_steps)
         moved = state.moved(result.x, op.mv(result.x))
         iterations = int(result.iterations)
         return moved, _facts(
@@ -117,7 +119,9 @@ def _slice(op: AbstractKernelOperator, keep: np.ndarray) -> AbstractKernelOperat
     return DenseOperator(op.dense()[jnp.ix_(rows, rows)], c)
 
 
-def _forget_gradient(op: AbstractKernelOperator, before: Problem, after: Problem, state: State):
+def _forget_gradient(
+    op: AbstractKernelOperator, before: Problem, after: Problem, state: State
+) -> Float[Array, "n c"]:
     """`(|D_f|/|D|) ∇L̃_{D_f}(0)`, eq. 7, at all rows."""
     present_before, present = before.weights > 0, after.weights > 0
     gone = (present_before & ~present).astype(state.alpha.dtype)[:, None]
@@ -148,10 +152,11 @@ def _reduced_cg(
     after: Problem,
     state: State,
     keep: Array,
-    mass: Float[Array, ""] | float,
+    mass: Float[Array, ""],
     rhs: Float[Array, "r c"],
-    form: PaperCG,
-):
+    rtol: Float[Array, ""],
+    max_steps: int,
+) -> CGResult:
     loss_r, f_r, y_r = after.loss, after.outputs(state)[keep], after.targets[keep]
     factor = loss_r.hess_factor(f_r, y_r, after.weights[keep])
 
@@ -159,7 +164,7 @@ def _reduced_cg(
         k_v = K_rr.mv(v)
         return mass * (K_rr.mv(factor.hess_mv(k_v)) + after.ridge * k_v), k_v
 
-    return conjugate_gradients(mv, rhs, rtol=form.rtol, max_steps=form.max_steps)
+    return conjugate_gradients(mv, rhs, rtol=rtol, max_steps=max_steps)
 
 
 @eqx.filter_jit
@@ -168,9 +173,10 @@ def _full_cg(
     before: Problem,
     after: Problem,
     state: State,
-    mass: Float[Array, ""] | float,
-    form: PaperFull,
-):
+    mass: Float[Array, ""],
+    rtol: Float[Array, ""],
+    max_steps: int,
+) -> CGResult:
     factor = after.factor(state)
 
     def mv(v: Array) -> tuple[Array, Array]:
@@ -178,7 +184,7 @@ def _full_cg(
         return mass * (op.mv(factor.hess_mv(k_v)) + after.ridge * k_v), k_v
 
     rhs = _forget_gradient(op, before, after, state)
-    return conjugate_gradients(mv, rhs, rtol=form.rtol, max_steps=form.max_steps)
+    return conjugate_gradients(mv, rhs, rtol=rtol, max_steps=max_steps)
 
 
 @eqx.filter_jit

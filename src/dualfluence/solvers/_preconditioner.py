@@ -41,14 +41,17 @@ class SpectralPreconditioner(AbstractPreconditioner):
     def inverse(self, factor: AbstractFactor, ridge: Float[Array, ""]) -> Apply:
         F = factor.rmv(self.features).reshape(-1, self.features.shape[2])
         gram = jnp.dot(F.T, F, precision="highest")
-        chol = jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
-        # F C⁻ᵀ once, so that each application is two thin products and no triangular solve.
-        thin = jax.scipy.linalg.solve_triangular(chol, F.T, lower=True).T
+        eye = jnp.eye(gram.shape[0], dtype=gram.dtype)
+        # The small inverse once: an application is then three thin products, no triangular solve.
+        # An approximate inverse is all that a preconditioner has to be.
+        chol = jnp.linalg.cholesky(gram + ridge * eye)
+        root = jax.scipy.linalg.solve_triangular(chol, eye, lower=True)
 
         def apply(v: Float[Array, "n c"]) -> Float[Array, "n c"]:
             flat = v.reshape(-1)
-            inner = jnp.dot(thin.T, flat, precision="highest")
-            return ((flat - jnp.dot(thin, inner, precision="highest")) / ridge).reshape(v.shape)
+            inner = jnp.dot(root, jnp.dot(F.T, flat, precision="highest"), precision="highest")
+            inner = jnp.dot(F, jnp.dot(root.T, inner, precision="highest"), precision="highest")
+            return ((flat - inner) / ridge).reshape(v.shape)
 
         return apply
 

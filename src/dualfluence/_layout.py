@@ -1,0 +1,137 @@
+"""Where the rows of an `(n, c)` array live: points, padding, and the devices of a mesh."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+AXIS = "rows"
+Device = Any
+"""A `jax.Device`; JAX exports the class in a form that type checkers do not follow."""
+
+
+def as_mesh(mesh: "Mesh | Sequence[Device]") -> Mesh:
+    """One axis over the devices of a mesh of any shape, or over a list of devices."""
+    devices = mesh.devices if isinstance(mesh, Mesh) else np.asarray(mesh, dtype=object)
+    if devices.size == 0:
+        raise ValueError("mesh: expected at least one device, got none.")
+    return Mesh(devices.reshape(-1), (AXIS,))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which rows are training points, and on which devices rows live.
+
+    `blocks` are pairs `(points, rows)`, one after another; in each the points come first and the
+    other rows are padding, so that rows divide evenly among devices. A padding row is a point of
+    weight zero: its dual variables stay exactly zero and no result depends on it.
+    """
+
+    blocks: tuple[tuple[int, int], ...]
+    sharding: NamedSharding | None = None
+
+    @property
+    def num_points(self) -> int:
+        return sum(points for points, _ in self.blocks)
+
+    @property
+    def num_rows(self) -> int:
+        return sum(rows for _, rows in self.blocks)
+
+    @property
+    def replicated(self) -> NamedSharding | None:
+        """The same array on every device."""
+        return None if self.sharding is None else NamedSharding(self.sharding.mesh, PartitionSpec())
+
+    @property
+    def num_devices(self) -> int:
+        return 1 if self.sharding is None else self.sharding.mesh.size
+
+    def extended(self, num_points: int) -> "Layout":
+        """Room for more points after the rows that there are."""
+        rows = num_points + -num_points % self.num_devices
+        return Layout((*self.blocks, (num_points, rows)), self.sharding)
+
+    def expand(self, values: np.ndarray, padding: Literal["zero", "last"] = "last") -> np.ndarray:
+        """One entry per row from one per point, on the host; padding repeats a block's last."""
+        parts, start = [], 0
+        for points, rows in self.blocks:
+            part = values[start : start + points]
+            tail = np.repeat(part[-1:], rows - points, axis=0)
+            parts += [part, tail if padding == "last" else np.zeros_like(tail)]
+            start += points
+        return np.concatenate(parts)
+
+    def place(self, values: Any, padding: Literal["zero", "last"] = "zero") -> Array:
+        """One entry per point as an array of rows on the devices."""
+        if self.sharding is None:
+            return jnp.asarray(values)
+        host = self.expand(np.asarray(values), padding)
+        host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
+        return jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
+
+    def scalar(self, value: float, dtype: Any) -> Array:
+        """A number on every device."""
+        if self.replicated is None:
+            return jnp.asarray(value, dtype)
+        host = np.asarray(value, dtype)
+        return jax.make_array_from_callback((), self.replicated, lambda _: host)
+
+    def points(self, rows: Array) -> Array:
+        """The points' entries, in order and without padding, the same on every device."""
+        return rows if self.sharding is None else _gather_points(self)(rows)
+
+    def grow(self, rows: Array, num_rows: int) -> Array:
+        """Zero rows appended, up to `num_rows`; `self` is the layout after."""
+        widths = ((0, num_rows - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1))
+        if self.sharding is None:
+            return jnp.pad(rows, widths)
+        return _grower(widths, self.sharding)(rows)
+
+
+def whole(num_points: int) -> Layout:
+    """Every row a point, on the default device."""
+    return Layout(((num_points, num_points),))
+
+
+def on_mesh(num_points: int, mesh: "Mesh | Sequence[Device]") -> Layout:
+    """Points in order, then padding up to a multiple of the number of devices."""
+    mesh = as_mesh(mesh)
+    rows = num_points + -num_points % mesh.size
+    return Layout(((num_points, rows),), NamedSharding(mesh, PartitionSpec(AXIS)))
+
+
+def map_shards(
+    fn: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map` under the names it has had since JAX 0.6; no check of replication."""
+    assert layout.sharding is not None
+    mesh = layout.sharding.mesh
+    if hasattr(jax, "shard_map"):
+        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    from jax.experimental.shard_map import shard_map
+
+    return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
+
+
+@lru_cache(maxsize=256)
+def _gather_points(layout: Layout) -> Callable[[Array], Array]:
+    def gather(rows: Array) -> Array:
+        parts, start = [], 0
+        for points, num_rows in layout.blocks:
+            parts.append(rows[start : start + points])
+            start += num_rows
+        return jnp.concatenate(parts)
+
+    return jax.jit(gather, out_shardings=layout.replicated)
+
+
+@lru_cache(maxsize=256)
+def _grower(widths: Any, sharding: NamedSharding) -> Callable[[Array], Array]:
+    return jax.jit(partial(jnp.pad, pad_width=widths), out_shardings=sharding)

@@ -1,0 +1,113 @@
+"""Commands: thin wrappers that print tables and write files."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from .. import bench as benchmarks
+from .. import demo as demonstration
+from .._compare import describe_machine
+from .._io import write_atomically
+from .._memory import memory_budget, total_memory
+
+app = typer.Typer(
+    help="What would this model be if some training points had been different?",
+    no_args_is_help=True,
+    add_completion=False,
+)
+console = Console()
+GIB = 2**30
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("dualfluence-report"),
+    points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 300,
+    ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-2,
+    seed: Annotated[int, typer.Option(help="Seed of the network.")] = 0,
+) -> None:
+    """Remove 1 to 90 % of a training set and compare every method with exact retraining."""
+    with console.status("starting") as status:
+        result = demonstration.run_demo(
+            points=points, ridge=ridge, seed=seed, report=lambda text: status.update(f"{text} …")
+        )
+    console.print(_demo_table(result))
+    page, numbers = out / "index.html", out / "demo.json"
+    write_json(numbers, result)
+    demonstration.write_page(result, page)
+    console.print(
+        f"{result['seconds']:.0f} s in all. Report: {page}  Numbers: {numbers}", soft_wrap=True
+    )
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="core")] = "core",
+    out: Annotated[Path | None, typer.Option(help="JSON file; by default only printed.")] = None,
+    points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 500,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeated calls of the fast methods.")] = 7,
+) -> None:
+    """Measure the ratios that the README states, side by side in one run."""
+    runs = {"core": lambda: benchmarks.bench_core(points=points, repeats=repeats)}
+    if what not in runs:
+        raise typer.BadParameter(f"expected one of {', '.join(runs)}, got {what!r}")
+    with console.status(f"benchmark {what} …"):
+        result = runs[what]()
+    console.print_json(json.dumps(result))
+    if out is not None:
+        write_json(out, result)
+        console.print(f"written to {out}")
+
+
+@app.command()
+def info() -> None:
+    """Say what this installation is and what it would do here."""
+    table = Table(show_header=False, box=None)
+    for name, value in describe_machine().items():
+        table.add_row(name, str(value))
+    table.add_row("platform", platform.platform())
+    table.add_row("x64", "on" if jax.config.read("jax_enable_x64") else "off (float32)")
+    table.add_row("memory", f"{total_memory() / GIB:.1f} GiB")
+    budget = memory_budget()
+    table.add_row(
+        "dense K up to", f"{budget / GIB:.1f} GiB: n·c ≤ {int((budget / 4) ** 0.5):,} in float32"
+    )
+    console.print(table)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON under a temporary name, then rename."""
+    text = json.dumps(value, indent=1).encode()
+    write_atomically(path, lambda file: file.write(text))
+
+
+def _demo_table(result: dict[str, Any]) -> Table:
+    config = result["config"]
+    title = f"{config['network']}, {config['points']} images, λ = {config['ridge']:g}, {config['dtype']}"
+    caption = "error: distance to retraining over the change; forget, test: accuracies"
+    table = Table(title=title, caption=caption)
+    table.add_column("gone", justify="right", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    for name in ("time", "error", "certified", "forget", "test"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for o in result["outcomes"]:
+        new = o["method"] == "retraining"
+        cert = "" if o["certificate"] is None else demonstration.percent(o["certificate"])
+        if new and table.row_count:
+            table.add_section()
+        table.add_row(
+            f"{o['percent']:g} %" if new else "",
+            o["method"],
+            f"{1000 * o['timing']['repeat']:.4g} ms",
+            demonstration.percent(o["error"]),
+            cert,
+            f"{o['forget_accuracy']:.3f}",
+            f"{o['test_accuracy']:.3f}",
+        )
+    return table

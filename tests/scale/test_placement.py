@@ -1,0 +1,130 @@
+"""A mesh of devices, in one process or two, gives the numbers that one device gives."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dualfluence as dfl
+from dualfluence._layout import Layout, as_mesh, on_mesh
+
+WORKER = Path(__file__).with_name("worker.py")
+POINTS, DEVICES = 77, 8
+
+
+def start(out, *options, devices=1):
+    # The test waits for the compiler, not for the arithmetic: compile fast rather than well.
+    flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    flags += f" --xla_force_host_platform_device_count={devices}"
+    environment = dict(os.environ, XLA_FLAGS=flags)
+    command = [sys.executable, str(WORKER), str(out), *options]
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def finish(*processes):
+    for process in processes:
+        _, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, errors[-3000:]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "results.npz"
+    finish(start(out))
+    return np.load(out)
+
+
+@pytest.fixture(scope="module")
+def eight_devices(tmp_path_factory):
+    out = tmp_path_factory.mktemp("eight") / "results.npz"
+    finish(start(out, "--mesh", devices=DEVICES))
+    return np.load(out)
+
+
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    out = tmp_path_factory.mktemp("two") / "results.npz"
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    options = [("--mesh", "--port", port, "--process", str(i)) for i in (0, 1)]
+    finish(*[start(out, *each, devices=1) for each in options])
+    return np.load(out)
+
+
+@pytest.mark.parametrize("placed", ["eight_devices", "two_processes"])
+def test_same_results_as_one_device(placed, one_device, request):
+    got = request.getfixturevalue(placed)
+    names = [name for name in one_device.files if not name.startswith("held/")]
+    assert len(names) > 80
+    for name in names:
+        want = one_device[name]
+        # The specification's 1e-10. Solves stop at 1e-13 of their right-hand side; gradient norms
+        # at a converged fit are rounding themselves, hence the absolute part.
+        np.testing.assert_allclose(got[name], want, rtol=1e-10, atol=2e-11, err_msg=name)
+
+
+@pytest.mark.parametrize(("placed", "devices"), [("eight_devices", 8), ("two_processes", 2)])
+def test_no_device_holds_more_than_its_share(placed, devices, request):
+    got = request.getfixturevalue(placed)
+    exact = {"dense": (POINTS * 3) ** 2 * 8, "kronecker": POINTS**2 * 8}
+    for kind, whole in exact.items():
+        held, _ = got[f"held/{kind}/kernel"]
+        assert 0 < held <= 1.1 * whole / devices, kind
+        planned = dfl.plan(POINTS, 3, structure=kind, dtype="float64", devices=devices)
+        assert held == planned[kind].bytes_per_device
+        held, total = got[f"held/{kind}/alpha"]
+        assert held == total // devices, kind
+
+
+def test_layout_pads_and_restores():
+    layout = on_mesh(5, jax.devices()[:1]).extended(3)
+    padded = Layout(((5, 8), (3, 4)), layout.sharding)
+    values = np.arange(16.0).reshape(8, 2)
+    rows = padded.place(values, "last")
+    np.testing.assert_array_equal(rows[5:8], np.repeat(values[4:5], 3, axis=0))
+    np.testing.assert_array_equal(rows[8:12], values[[5, 6, 7, 7]])
+    np.testing.assert_array_equal(padded.points(rows), values)
+    np.testing.assert_array_equal(padded.place(values)[5:8], 0)
+
+
+def test_mesh_of_any_shape_becomes_one_axis():
+    devices = np.asarray(jax.devices()[:1]).reshape(1, 1)
+    mesh = as_mesh(jax.sharding.Mesh(devices, ("a", "b")))
+    assert mesh.shape == {"rows": 1}
+    with pytest.raises(ValueError, match="at least one device"):
+        as_mesh([])
+
+
+def fit_on_mesh(kernel=None, **options):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 2))
+    kernel = kernel or (lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1)))
+    return dfl.fit(
+        kernel, x, x[:, :1], loss=dfl.SquaredError(), ridge=0.1, mesh=jax.devices()[:1], **options
+    )
+
+
+def test_mesh_takes_conjugate_gradients_and_says_so():
+    fitted = fit_on_mesh()
+    assert fitted.stats.solver.startswith("CG")
+    assert "devices" in fitted.stats.reason
+    with pytest.raises(ValueError, match="gather"):
+        fitted.edit(dfl.Remove([0]), solver=dfl.Cholesky())
+    with pytest.raises(ValueError, match="gather"):
+        fit_on_mesh(solver=dfl.Cholesky())
+
+
+def test_what_is_no_kernel_is_refused_on_a_mesh():
+    with pytest.raises(ValueError, match="symmetric"):
+        fit_on_mesh(lambda a, b: jnp.exp(a[:, None, 0] - b[None, :, 1]))
+    with pytest.raises(ValueError, match="semidefinite"):
+        fit_on_mesh(lambda a, b: -jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1)))
+    with pytest.raises(ValueError, match="finite"):
+        fit_on_mesh(lambda a, b: jnp.full((len(a), len(b)), jnp.nan))

@@ -1,0 +1,82 @@
+"""A float32 kernel with float64 residuals reaches what float64 reaches on the same kernel."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dualfluence as dfl
+from dualfluence.operators import DenseOperator, MixedOperator
+
+
+def problem(n=60, c=3, seed=0):
+    rng = np.random.default_rng(seed)
+    # Eigenvalues from 1e3 down to 1e-2: float32 rounding of the largest is comparable to λ = 1e-4.
+    basis = np.linalg.qr(rng.normal(size=(n * c, n * c)))[0]
+    K = ((basis * np.logspace(3, -2, n * c)) @ basis.T).astype(np.float32)
+    return 0.5 * (K + K.T), rng.integers(0, c, n)
+
+
+@pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=["cg", "cholesky"])
+def test_refinement_reaches_1e_6_where_float32_stalls(solver):
+    K, y = problem()
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-4, "num_outputs": 3}
+    options |= {"solver": solver, "on_failure": "report"}
+    kernel = dfl.PrecomputedKernel(jnp.asarray(K.reshape(60, 3, 60, 3)))
+    x = np.arange(60)
+    plain = dfl.fit(kernel, x, y, **options)
+    refined = dfl.fit(kernel, x, y, refine=True, **options)
+    wide = dfl.PrecomputedKernel(jnp.asarray(K.reshape(60, 3, 60, 3), jnp.float64))
+    truth = dfl.fit(wide, x, y, **{**options, "solver": dfl.Cholesky()})
+    assert float(plain.certificate.relative_bound) > 1e-4
+    assert float(refined.certificate.relative_bound) < 1e-6
+    assert "refined" in refined.stats.solver
+    assert refined.kernel_op.num_bytes == K.nbytes
+    # Both are within their certified distance of the same optimum, 1e-9 of its norm at most.
+    np.testing.assert_allclose(refined.outputs, truth.outputs, atol=1e-6)
+    update = refined.edit(
+        dfl.Remove([0, 1, 2]), until=1e-6 * float(truth.certificate.parameter_norm)
+    )
+    want = truth.edit(dfl.Remove([0, 1, 2]), until=1e-9 * float(truth.certificate.parameter_norm))
+    assert update.state.alpha.dtype == jnp.float64
+    np.testing.assert_allclose(update.outputs, want.outputs, atol=1e-3)
+
+
+def test_mixed_product_is_the_float64_product_of_the_stored_entries(monkeypatch):
+    monkeypatch.setattr("dualfluence.operators._mixed.PANEL_BYTES", 8 * 180 * 7)
+    K, _ = problem()
+    v = np.random.default_rng(1).normal(size=(60, 3))
+    got = MixedOperator(DenseOperator(jnp.asarray(K), 3)).mv(jnp.asarray(v))
+    want = (K.astype(np.float64) @ v.ravel()).reshape(60, 3)
+    # Float64 rounding of sums of 180 terms; float32 products would be off by 1e-7.
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12 * np.abs(want).max())
+
+
+def test_refine_needs_entries():
+    model = dfl.linearize(lambda p, x: x @ p, jnp.ones((2, 1), jnp.float32))
+    x = jnp.ones((4, 2), jnp.float32)
+    with pytest.raises(ValueError, match="matrix-free"):
+        dfl.fit(
+            model,
+            x,
+            x[:, :1],
+            loss=dfl.SquaredError(),
+            ridge=1.0,
+            form="matrix-free",
+            refine=True,
+        )
+
+
+def test_cheaper_products_are_measured():
+    K, y = problem()
+    fitted = dfl.fit(
+        K,
+        None,
+        y,
+        loss=dfl.SoftmaxCrossEntropy(),
+        ridge=1.0,
+        num_outputs=3,
+        precision=jax.lax.Precision.DEFAULT,
+        on_failure="report",
+    )
+    assert any("DEFAULT precision, off by" in note for note in fitted.stats.notes)

@@ -1,0 +1,52 @@
+"""The commands, at a size for tests."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from dualfluence.cli._app import app
+from dualfluence.demo import METHODS, run_demo, write_page
+
+runner = CliRunner()
+
+
+def test_info_says_what_it_would_do():
+    result = runner.invoke(app, ["info"])
+    assert result.exit_code == 0
+    assert "dense K up to" in result.output
+
+
+def test_bench_refuses_unknown_names(tmp_path):
+    result = runner.invoke(app, ["bench", "everything", "--out", str(tmp_path / "x.json")])
+    assert result.exit_code != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def result():
+    return run_demo(points=30, widths=(784, 16, 10), percentages=(10.0, 50.0))
+
+
+def test_demo_compares_every_method_with_retraining(result):
+    outcomes = result["outcomes"]
+    assert [o["method"] for o in outcomes] == list(METHODS) * 2
+    by_name = {(o["method"], o["percent"]): o for o in outcomes}
+    for percent in (10, 50):
+        one = by_name["dual, one step", percent]
+        two = by_name["dual, two steps", percent]
+        assert two["error"] < 0.3 * one["error"] < 0.3
+        for same in ("paper's dual form", "parameter space"):
+            assert by_name[same, percent]["error"] == pytest.approx(one["error"], rel=1e-2)
+        assert one["certificate"] >= one["error"]
+        assert by_name["random perturbation", percent]["error"] > 1
+    json.dumps(result)
+
+
+def test_demo_page_is_self_contained(result, tmp_path):
+    write_page(result, tmp_path / "index.html")
+    page = (tmp_path / "index.html").read_text()
+    assert "data:image/png;base64," in page
+    assert "http" not in page
+    assert page.count("<tr") == 1 + len(result["outcomes"])
+    assert [f.name for f in tmp_path.iterdir()] == ["index.html"]
