@@ -60,8 +60,9 @@ class ShardedPaperCG(AbstractPaperForm):
             block = replace(block, matrix=place_rows(block.matrix, self.mesh))
         kept = jnp.asarray(keep)
         rhs = paper._reduced_rhs(op, before, after, state, kept, jnp.asarray(gone))
-        mass = paper._retained_mass(before, keep)
-        result = paper._reduced_cg(block, after, state, kept, mass, rhs, self.form)
+        mass = jnp.asarray(paper._retained_mass(before, keep), rhs.dtype)
+        rtol, steps = jnp.asarray(self.form.rtol, rhs.dtype), self.form.max_steps
+        result = paper._reduced_cg(block, after, state, kept, mass, rhs, rtol, steps)
         iterations, residual = int(result.iterations), float(result.residual)
         # Back to one device, or the whole of K would follow the solution onto the mesh.
         value = jax.device_put(result.x, jax.devices()[0])

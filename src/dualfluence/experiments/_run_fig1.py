@@ -13,9 +13,7 @@ from .. import metrics
 from .._fit import fit, from_trained
 from .._fitted import Fitted
 from .._gradient_descent import Descent, kernel_gradient_descent
-from .._held import HeldKernel
 from .._linearize import linearize
-from .._models import NetworkSource
 from ..operators import AbstractKernelOperator
 from . import _cold
 from ._common import (
@@ -75,19 +73,18 @@ class LinearisedCase:
 
     def fit_exactly(self, op: AbstractKernelOperator | None, weights: Any = None) -> Fitted:
         """Newton from `α = 0` to the rounding floor; with `op`, without computing `K` again."""
-        source: Any = NetworkSource(self.model)
-        fitted = fit(
-            source if op is None else HeldKernel(source, op),
+        return fit(
+            self.model,
             self.points.x,
             self.points.y,
             loss=self.loss,
             ridge=self.row.training.ridge,
             weights=weights,
+            kernel_op=op,
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,
         )
-        return replace(fitted, source=source)
 
     @cached_property
     def exact(self) -> Fitted:

@@ -10,10 +10,9 @@ import numpy as np
 from .. import metrics
 from .._gradient_descent import kernel_gradient_descent
 from .._models import NetworkSource, pull_back
-from .._readout import apply_network
+from .._readout import outputs_at
 from ..losses import SquaredError
 from ..operators import AbstractKernelOperator
-from ..primal._update import outputs_at
 from ._common import Context, get_points
 from ._config import Fig2
 from ._nonlinear import gradient_norm, make_model, precision_check, trained_network
@@ -71,7 +70,7 @@ class Trajectories:
         def record(epoch: int, theta: Any) -> None:
             step = pull_back(model, points.x, at_epoch[epoch])
             theta_lin = jax.tree.map(jnp.add, model.params, step)
-            f = np.asarray(apply_network(model, theta, points.x_test))
+            f = np.asarray(outputs_at(model, theta, points.x_test, False))
             f_lin = np.asarray(outputs_at(model, theta_lin, points.x_test, True))
             norm = gradient_norm(model.apply_fn, model.params, theta, points.x, y, pull)
             rows.append(

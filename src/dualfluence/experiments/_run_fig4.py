@@ -12,7 +12,6 @@ from .._edits import Remove
 from .._fit import fit
 from .._fitted import Fitted
 from .._gradient_descent import Descent, kernel_gradient_descent
-from .._held import HeldKernel
 from .._models import KernelSource, as_source
 from .._problem import State
 from ..solvers import PaperCG
@@ -77,17 +76,15 @@ class InfiniteCase:
         return self.fit_exactly(None)
 
     def fit_exactly(self, weights: Any) -> Fitted:
-        source = as_source(make_network(self.row.network))
-        if weights is not None:
-            source = HeldKernel(source, self.exact.kernel_op)
         return fit(
-            source,
+            make_network(self.row.network),
             self.points.x,
             self.points.y,
             loss=self.loss,
             ridge=self.row.training.ridge,
             weights=weights,
             num_outputs=self.c,
+            kernel_op=None if weights is None else self.exact.kernel_op,
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,

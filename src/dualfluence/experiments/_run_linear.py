@@ -1,6 +1,5 @@
 """A model that is linear in its parameters: random ReLU features, ridge on `‖θ‖²`."""
 
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -12,9 +11,7 @@ from jaxtyping import Array, PyTree
 from .. import metrics
 from .._fit import fit
 from .._fitted import Fitted
-from .._held import HeldKernel
 from .._linearize import linearize
-from .._models import NetworkSource
 from ._common import LOSSES, Context, accuracies, forget_sets, get_points
 from ._config import B_STD, W_STD, Linear
 from ._methods import ONE_STEP, PARAMETER, RETRAINED, Settings, make_methods
@@ -65,19 +62,18 @@ class LinearCase:
         return linearize(readout, zero, anchor="zero", batch_size=self.points.x.shape[0])
 
     def fit_exactly(self, weights: Any = None, held: Fitted | None = None) -> Fitted:
-        source: Any = NetworkSource(self.model)
-        fitted = fit(
-            source if held is None else HeldKernel(source, held.kernel_op),
+        return fit(
+            self.model,
             self.points.x,
             self.points.y,
             loss=self.loss,
             ridge=self.config.ridge,
             weights=weights,
+            kernel_op=None if held is None else held.kernel_op,
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,
         )
-        return replace(fitted, source=source)
 
     @cached_property
     def fitted(self) -> Fitted:
