@@ -123,7 +123,7 @@ def test_a_kernel_that_is_there_is_not_computed_again():
     fitted = cases.fit(p)
     a, b = _descent(p, kernel_op=fitted.kernel_op), _descent(p)
     np.testing.assert_array_equal(a.outputs, b.outputs)
-    with pytest.raises(ValueError, match="there are 4 points"):
+    with pytest.raises(ValueError, match="kernel_op is for 9 points"):
         dfl.kernel_gradient_descent(
             cases.model(p), jnp.asarray(p.x[:4]), p.y[:4], loss=dfl.SquaredError(), ridge=0.1,
             rate=0.1, epochs=2, kernel_op=fitted.kernel_op, progress=False,

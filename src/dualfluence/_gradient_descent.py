@@ -99,19 +99,22 @@ def kernel_gradient_descent(
     _check_settings(rate, epochs, momentum, record_every)
     source = as_source(model)
     weights = _sample_weights(retain, np.shape(y)[0])
-    prepared = _prepare(
+    data, op, offset, _ = _prepare(
         source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op
     )
-    data, op, offset, _ = prepared
+    layout = op.layout
     if initial_outputs is not None:
-        offset = _initial(initial_outputs, offset)
-    problem = make_problem(data, loss, float(ridge), offset, op.layout)
+        shape = (data.num_points, offset.shape[1])
+        offset = layout.place(_initial(initial_outputs, shape, offset.dtype), "last")
+    problem = make_problem(data, loss, float(ridge), offset, layout)
     state, norms, recorded = _descend(
         op, problem, rate, momentum, epochs, record_every or CHUNK, progress
     )
     query_outputs = None
     if x_query is not None:
-        query_outputs = source.cross_mv(jnp.asarray(x_query), data.x, state.alpha, progress)
+        query_outputs = source.cross_mv(
+            jnp.asarray(x_query), data.x, layout.points(state.alpha), progress
+        )
         base = initial_query_outputs
         if base is None:
             base = source.base_outputs(jnp.asarray(x_query), offset.shape[1])
@@ -120,13 +123,13 @@ def kernel_gradient_descent(
     if record_every and marks[-1] != epochs:
         marks = np.append(marks, epochs)
     return Descent(
-        outputs=problem.outputs(state),
+        outputs=layout.points(problem.outputs(state)),
         query_outputs=query_outputs,
-        alpha=-problem.loss_grad(state) / problem.ridge,
-        coordinates=state.alpha,
+        alpha=layout.points(-problem.loss_grad(state) / problem.ridge),
+        coordinates=layout.points(state.alpha),
         gradient_norms=norms,
         recorded_epochs=marks,
-        recorded=jnp.stack(recorded) if record_every else None,
+        recorded=jnp.stack([layout.points(a) for a in recorded]) if record_every else None,
         seconds=clock.stop(state),
     )
 
@@ -249,11 +252,9 @@ def _sample_weights(retain: Any, num_points: int) -> np.ndarray | None:
     return np.isin(np.arange(num_points), kept).astype(float)
 
 
-def _initial(outputs: Any, like: Array) -> Array:
-    array = jnp.asarray(outputs, like.dtype)
-    if array.shape != like.shape:
-        raise ValueError(
-            f"initial_outputs: expected shape {tuple(like.shape)}, got {tuple(array.shape)}."
-        )
+def _initial(outputs: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
+    array = np.asarray(outputs, dtype)
+    if array.shape != shape:
+        raise ValueError(f"initial_outputs: expected shape {shape}, got {tuple(array.shape)}.")
     check_finite("initial_outputs", array)
     return array

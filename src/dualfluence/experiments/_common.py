@@ -14,9 +14,9 @@ from .. import datasets, metrics
 from .._linearize import Linearized
 from .._models import pull_back
 from .._progress import ProgressFn
+from .._readout import outputs_at
 from ..infinite import AvgPool, Conv, Dense, Flatten, Network, Relu, serial
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
-from ..primal._update import outputs_at
 from ._config import B_STD, W_STD, Architecture, Data
 from ._results import Run
 

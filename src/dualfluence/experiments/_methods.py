@@ -61,8 +61,7 @@ class ShardedPaperCG(AbstractPaperForm):
         kept = jnp.asarray(keep)
         rhs = paper._reduced_rhs(op, before, after, state, kept, jnp.asarray(gone))
         mass = jnp.asarray(paper._retained_mass(before, keep), rhs.dtype)
-        rtol = jnp.asarray(self.form.rtol, rhs.dtype)
-        steps = self.form.max_steps
+        rtol, steps = jnp.asarray(self.form.rtol, rhs.dtype), self.form.max_steps
         result = paper._reduced_cg(block, after, state, kept, mass, rhs, rtol, steps)
         iterations, residual = int(result.iterations), float(result.residual)
         # Back to one device, or the whole of K would follow the solution onto the mesh.

@@ -99,6 +99,9 @@ def caption(results: dict[str, Any]) -> str:
     """Where the numbers come from, for the foot of a figure."""
     env = results["environment"]
     parts = [f"{env['device']}, float32, matrix products: {results['config']['matmul_precision']}"]
+    if results["experiment"] == "fig1":
+        places = env["num_devices"]
+        parts.append(f"sharded: mesh of {places} device{'s' if places > 1 else ''}")
     if results["scale"] == "smoke":
         parts.insert(0, "SMOKE SCALE: smaller networks, fewer points and epochs than published")
     if not results["complete"]:
@@ -190,7 +193,7 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
                label="trained and retrained to the optimum"),
     ]  # fmt: skip
     if results["scale"] == "paper":
-        extra.append(Line2D([], [], label="published, dual form", **PUBLISHED))
+        extra.append(Line2D([], [], label="published (two RTX 3080 Ti)", **PUBLISHED))
     _legend(figure, [*COMPARED, *RELEASED, RANDOM, RETRAINED], extra, 4)
     return figure
 

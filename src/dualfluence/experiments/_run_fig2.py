@@ -70,7 +70,7 @@ class Trajectories:
         def record(epoch: int, theta: Any) -> None:
             step = pull_back(model, points.x, at_epoch[epoch])
             theta_lin = jax.tree.map(jnp.add, model.params, step)
-            f = np.asarray(outputs_at(model, theta, points.x_test, linearised=False))
+            f = np.asarray(outputs_at(model, theta, points.x_test, False))
             f_lin = np.asarray(outputs_at(model, theta_lin, points.x_test, True))
             norm = gradient_norm(model.apply_fn, model.params, theta, points.x, y, pull)
             rows.append(

@@ -32,13 +32,17 @@ class Tiles:
 
 
 def default_tile_bytes() -> int:
-    """256 MiB, or on an accelerator an eighth of its free memory where that is more."""
+    """256 MiB, or on an accelerator an eighth of its free memory where that is more.
+
+    Rounded down to a power of two: what is free changes from call to call, and a tile of another
+    size would compile anew.
+    """
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     if not stats or "bytes_limit" not in stats:
         return DEFAULT_TILE_BYTES
     free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return max(DEFAULT_TILE_BYTES, free // FREE_SHARE)
+    return max(DEFAULT_TILE_BYTES, 1 << ((max(free, 1) // FREE_SHARE).bit_length() - 1))
 
 
 def choose_tiles(
