@@ -36,7 +36,7 @@ class Activation(AbstractActivation):
     construction. The error falls fast in `nodes` for smooth $\phi$ (tanh, softplus, swish, ...)
     at small variances: like $(2q\rho/(1+2q))^\text{nodes}$ for the error function, so 64 nodes
     give 11 digits at $q=1$ but 4 for equal points at $q=3$. Kinks leave an error of order
-    `1/nodes` in the NTK at nearly equal points.
+    `1/nodes`, in the NTK at nearly equal points of its square root.
 
     **Arguments:**
 
