@@ -25,11 +25,8 @@ def kernels(name: str, dtype=np.float64) -> dict[str, tuple[np.ndarray, np.ndarr
 # One network of every kind; all the others run as `slow`.
 QUICK = {
     "a_fcnn_relu3_W2_b0.1__std",
-    "b_fcnn_erf_W1.5_b0.05",
     "b_fcnn_gelu_W1.5_b0.05",
-    "b_fcnn_relu_standard_s4",
     "c_cnn_9x7x3",
-    "d_cnn_VALID_stride2_gap_9x7x3",
     "d_cnn_CIRCULAR_avgpool_9x7x3",
     "e_residual_dense",
     "g_attention_identity_sqrt_8x8x3",
