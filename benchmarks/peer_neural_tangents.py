@@ -63,12 +63,13 @@ def import_neural_tangents():
 
 def measure(jax, call, repeats):
     """Seconds of the first call and of the repeated ones, with the result ready."""
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(repeats + 1):
-        start = time.perf_counter()
+        start, start_cpu = time.perf_counter(), time.process_time()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
-    return {"first": seconds[0], "repeat": seconds[1:]}
+        cpu.append(time.process_time() - start_cpu)
+    return {"first": seconds[0], "repeat": seconds[1:], "repeat_cpu": cpu[1:]}
 
 
 def finite(jax, nt, sizes):

@@ -46,7 +46,8 @@ def test_tiles_and_symmetry_equal_one_block():
 def test_image_tiles_equal_one_block():
     net, x = POOLED, normal(5, 6, 6, 2)
     whole = net.kernel_block(x, x[:3])
-    small = 3 * _network.LIVE_ARRAYS * 8 * net.pair_entries(x.shape)
+    columns = 2 * (_network.LIVE_PAIRS + _network.LIVE_COLUMNS)
+    small = int(columns * 8 * net.pair_entries(x.shape))
     assert net.tile_shape(x.shape, 3, 8, small, False) == ((2, 2), 1)
     tiled = net.kernel(x, x[:3], tile_bytes=small)
     np.testing.assert_allclose(tiled, whole, rtol=1e-13, atol=1e-14)
