@@ -38,7 +38,7 @@ def few(request):
     return load(request.param)
 
 
-@pytest.mark.parametrize("method", ["auto", "structured"])
+@pytest.mark.parametrize("method", ["structured", pytest.param("auto", marks=pytest.mark.slow)])
 def test_equals_contracted_jacobian(case, method):
     apply_fn, params, x, want = case
     assert_close(empirical_kernel(apply_fn, params, x, method=method).value, want)

@@ -2,3 +2,4 @@
 
 from ._core import bench_core as bench_core
 from ._core import peak_memory as peak_memory
+from ._kernels import bench_kernels as bench_kernels

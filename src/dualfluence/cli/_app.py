@@ -48,13 +48,22 @@ def demo(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="core")] = "core",
+    what: Annotated[str, typer.Argument(help="core or kernels")] = "core",
     out: Annotated[Path | None, typer.Option(help="JSON file; by default only printed.")] = None,
     points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 500,
     repeats: Annotated[int, typer.Option(min=1, help="Repeated calls of the fast methods.")] = 7,
+    large: Annotated[bool, typer.Option(help="kernels: also the sizes that take minutes.")] = False,
+    peer_python: Annotated[
+        str | None, typer.Option(help="kernels: a Python with Neural Tangents, timed alongside.")
+    ] = None,
 ) -> None:
     """Measure the ratios that the README states, side by side in one run."""
-    runs = {"core": lambda: benchmarks.bench_core(points=points, repeats=repeats)}
+    runs = {
+        "core": lambda: benchmarks.bench_core(points=points, repeats=repeats),
+        "kernels": lambda: benchmarks.bench_kernels(
+            repeats=repeats, large=large, peer_python=peer_python
+        ),
+    }
     if what not in runs:
         raise typer.BadParameter(f"expected one of {', '.join(runs)}, got {what!r}")
     with console.status(f"benchmark {what} …"):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from ._gap import coincide
 from ._spec import AbstractLayer, Band, Spec
 from ._states import ImagePairs, settle
 from ._windows import at_first, at_second, same_pixel, take_diagonal
@@ -89,7 +90,8 @@ class GlobalSelfAttention(AbstractLayer):
         shape = state.spec.shape
         cov = _grid(cov, shape)
         distance = at_first(rec1[0]) + at_second(rec2[0], None) - 2 * cov
-        equal = jnp.all(take_diagonal(state.distance, None) == 0, axis=(0, 1))
+        apart = take_diagonal(state.distance, None)
+        equal = jnp.all(coincide(apart, state.q1, state.q2), axis=(0, 1))
         distance = jnp.where(same_pixel(shape, None) & equal, 0, jnp.maximum(distance, 0))
         ntk = None if ntk is None else _grid(ntk, shape)
         new = replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk, pixels=None)

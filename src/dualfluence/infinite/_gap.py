@@ -46,6 +46,16 @@ def safe_divide(x: Array, y: Array, otherwise: float = 0.0) -> Array:
     return jnp.where(nonzero, x / jnp.where(nonzero, y, 1), otherwise)
 
 
+def coincide(distance: Array, q1: Array, q2: Array) -> Array:
+    """Whether the two are equal but for rounding.
+
+    Not `distance == 0`: compilers fuse multiplications into the difference of two equal products,
+    which leaves the rounding error of one of them, squared.
+    """
+    eps = jnp.finfo(distance.dtype).eps
+    return distance <= (8 * eps) ** 2 * (q1 + q2)
+
+
 def joint_from_minus(q1: Array, q2: Array, minus: Array) -> Joint:
     """A `Joint` from the variances and $s - K$."""
     r1, r2 = safe_sqrt(q1), safe_sqrt(q2)

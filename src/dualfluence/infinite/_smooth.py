@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._gap import Joint, joint_from_distance, joint_from_minus, safe_sqrt
+from ._gap import Joint, coincide, joint_from_distance, joint_from_minus, safe_sqrt
 from ._piecewise import AbstractActivation
 
 SIGMOID_SCALE = 2.4020563531719796
@@ -26,7 +26,7 @@ def smooth_joint(pair: Joint, q1: Array, q2: Array, cov: Array, lipschitz: float
     before = pair.distance
     distance = jnp.maximum(q1 + q2 - 2 * cov, 0)
     if lipschitz is None:
-        distance = jnp.where(before > 0, distance, 0)
+        distance = jnp.where(coincide(before, pair.q1, pair.q2), 0, distance)
     else:
         distance = jnp.minimum(distance, lipschitz**2 * before)
     joint = joint_from_distance(safe_sqrt(q1), safe_sqrt(q2), distance)

@@ -14,6 +14,9 @@ CLOSE = {4: 2e-3, 8: 1e-4}
 """Squared angle (over the squared spread of the data) below which an input pair is recomputed
 from the difference of its points: there a matrix product would lose the angle's last digits."""
 
+CLOSE_PER_ROW = 4
+"""Close pairs per point that are picked out one by one; with more, all pairs are recomputed."""
+
 
 @dataclass(frozen=True)
 class VectorPairs:
@@ -109,9 +112,8 @@ def _refine(
     points1: tuple[Array, Array],
     points2: tuple[Array, Array],
 ) -> Array:
-    n1, n2 = near.shape
-    room = min(n1 * n2, 2 * (n1 + n2))
-    count = jnp.sum(close)
+    rows = jnp.arange(near.shape[0])
+    most = jnp.max(jnp.sum(close, axis=1))
 
     def exact(first: tuple[Array, Array], second: tuple[Array, Array], same_side: Array) -> Array:
         (x, u), (y, v) = first, second
@@ -119,12 +121,15 @@ def _refine(
         # Two batches may round the norms of equal points differently.
         return jnp.where(jnp.all(x == y, axis=-1), 0, half)
 
+    def next_in_each_row(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+        near, close = carry
+        j = jnp.argmax(close, axis=1)
+        value = exact(points1, (points2[0][j], points2[1][j]), parallel[rows, j])
+        value = jnp.where(close[rows, j], value, near[rows, j])
+        return (near.at[rows, j].set(value), close.at[rows, j].set(False)), None
+
     def few(_: None) -> Array:
-        i, j = jnp.nonzero(close, size=room, fill_value=n1 + n2)
-        first = (points1[0].at[i].get(mode="clip"), points1[1].at[i].get(mode="clip"))
-        second = (points2[0].at[j].get(mode="clip"), points2[1].at[j].get(mode="clip"))
-        value = exact(first, second, parallel.at[i, j].get(mode="clip"))
-        return near.at[i, j].set(value, mode="drop")
+        return lax.scan(next_in_each_row, (near, close), length=CLOSE_PER_ROW)[0][0]
 
     def many(_: None) -> Array:
         def row(args: tuple[Array, Array, Array]) -> Array:
@@ -134,9 +139,9 @@ def _refine(
         return jnp.where(close, rows, near)
 
     def some(_: None) -> Array:
-        return lax.cond(count <= room, few, many, None)
+        return lax.cond(most <= CLOSE_PER_ROW, few, many, None)
 
-    return lax.cond(count > 0, some, lambda _: near, None)
+    return lax.cond(most > 0, some, lambda _: near, None)
 
 
 def images(

@@ -111,8 +111,8 @@ def pad_pairs(pairs: Array, pads: Pads, band: Band, wrap: bool) -> Array:
     """Pad the pixel axes of a pair kernel, with zeros or around the torus."""
     rows, cols = pads
     none = (0, 0)
-    both = band is None
-    width = [rows, rows if both else none, cols, cols if both else none, none, none]
+    second = (rows, cols) if band is None else (none, none)
+    width = [rows, second[0], cols, second[1], none, none]
     if all(w == none for w in width):
         return pairs
     return jnp.pad(pairs, width, mode="wrap") if wrap else jnp.pad(pairs, width)

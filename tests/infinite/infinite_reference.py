@@ -12,7 +12,7 @@ DATA = Path(__file__).parents[1] / "data" / "infinite"
 
 
 class Numbers:
-    """`reference.npz`: inputs, kernels and layer descriptions; `exact.npz`: 50-digit kernels."""
+    """`reference.npz`: inputs, kernels and layer descriptions; the others: 50 digits."""
 
     def __init__(self) -> None:
         with np.load(DATA / "reference.npz") as f:
@@ -20,6 +20,8 @@ class Numbers:
             self.nets = json.loads(str(f["layers_json"]))
         with np.load(DATA / "exact.npz") as f:
             self.exact = {k: f[k] for k in f.files}
+        with np.load(DATA / "exact_diagonals.npz") as f:
+            self.diagonals = {k: f[k] for k in f.files}
 
     def inputs(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         which = self.nets[name]["inputs"]
@@ -31,8 +33,12 @@ class Numbers:
     def exact_kernels(self, name: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
         return self.exact[f"{name}/{kind}_x1x2"], self.exact[f"{name}/{kind}_x1x1"]
 
-    def exact_names(self) -> list[str]:
-        return sorted({k.rsplit("/", 1)[0] for k in self.exact})
+    def exact_diagonal(self, name: str, kind: str) -> np.ndarray | None:
+        """Every point with itself in 50 digits, where they were computed."""
+        if f"{name}/{kind}" in self.diagonals:
+            return self.diagonals[f"{name}/{kind}"]
+        square = self.exact.get(f"{name}/{kind}_x1x1")
+        return None if square is None else np.diag(square)
 
 
 def build(layers: list[Any]) -> infinite.Network:
