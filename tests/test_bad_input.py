@@ -227,3 +227,11 @@ def test_overflow_never_comes_back_silently():
 def test_jax_arrays_of_integers_are_fine_as_indices(case):
     update = case[1].edit(dfl.Remove(jax.numpy.asarray([1, 2])))
     assert update.stats.converged
+
+
+def test_a_kernel_of_another_model_is_refused(case):
+    p, fitted = case
+    with pytest.raises(ValueError, match="not the kernel of this model"):
+        cases.fit(p, kernel_op=dfl.operators.DenseOperator(2 * fitted.kernel_op.matrix, 3))
+    again = cases.fit(p, kernel_op=fitted.kernel_op)
+    np.testing.assert_allclose(again.alpha, fitted.alpha, rtol=1e-9)

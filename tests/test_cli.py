@@ -23,6 +23,20 @@ def test_bench_refuses_unknown_names(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_plan_says_what_fits_and_fails_where_nothing_does():
+    fits = runner.invoke(app, ["plan", "2000", "--outputs", "10", "--parameters", "2900000"])
+    assert fits.exit_code == 0, fits.output
+    assert "dense" in fits.output
+    none = runner.invoke(app, ["plan", "1000000", "--memory-gib", "0.001"])
+    assert none.exit_code == 1
+
+
+def test_reproduce_refuses_unknown_names(tmp_path):
+    result = runner.invoke(app, ["reproduce", "fig9", "--out", str(tmp_path)])
+    assert result.exit_code != 0
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.fixture(scope="module")
 def result():
     return run_demo(points=30, widths=(784, 16, 10), percentages=(10.0, 50.0))

@@ -42,6 +42,7 @@ from .operators import (
     AbstractKernelOperator,
     DenseOperator,
     KroneckerOperator,
+    LowRankOperator,
     MatrixFreeOperator,
     MixedOperator,
     ShardedMatrixFreeOperator,
@@ -61,6 +62,9 @@ from .solvers import (
 
 DEFAULT_RANK = 200
 POWER_STEPS = 1
+PROBES = 4
+KERNEL_SLACK = 1e-2
+"""A kernel that is handed in may be stored in half precision."""
 
 
 def fit(
@@ -308,6 +312,8 @@ def _prepare(
             f"fit: kernel_op is for {op.layout.num_points} points with {op.num_outputs} outputs, but "
             f"there are {features.shape[0]} points with {num_outputs}."
         )
+    else:
+        _check_same_kernel(source, features, op)
     checked = check_kernel(op)
     if base is None:
         base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
@@ -321,6 +327,21 @@ def _prepare(
         raise ValueError("fit: weights must be non-negative with a positive sum.")
     data = TrainingSet(features, targets, samples)
     return data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note)
+
+
+def _check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
+    """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
+    if isinstance(op, (LowRankOperator, ShardedOperator)) or isinstance(source, ShardedSource):
+        return
+    own = source.operator(x[:PROBES], op.num_outputs, form="auto", progress=False).diagonal()
+    given = op_diagonal(op)[:PROBES]
+    worst, size = float(jnp.max(jnp.abs(own - given))), float(jnp.max(jnp.abs(own)))
+    if worst > KERNEL_SLACK * size:
+        raise ValueError(
+            f"fit: kernel_op is not the kernel of this model and these points: its diagonal at the "
+            f"first {PROBES} differs by {worst:.3g} where the model's is {size:.3g}. Was it built "
+            "from other parameters, or are the points in another order?"
+        )
 
 
 _Setup = tuple[TrainingSet, AbstractKernelOperator, Array, tuple[str, ...]]

@@ -117,6 +117,10 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
+        # mkstemp is private to the user; the result gets the permissions of an ordinary file.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from .. import bench as benchmarks
 from .. import demo as demonstration
+from .. import experiments
 from .._compare import describe_machine
 from .._io import write_atomically
 from .._memory import memory_budget, total_memory
+from .._plan import plan_command
 
 app = typer.Typer(
     help="What would this model be if some training points had been different?",
@@ -72,6 +74,65 @@ def bench(
     if out is not None:
         write_json(out, result)
         console.print(f"written to {out}")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="fig1, fig2, fig3, fig4, linear or all")],
+    scale: Annotated[str, typer.Option(help="smoke (minutes on two cores) or paper.")] = "smoke",
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from what the folder holds.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of networks, removals and queries.")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds after which no new piece is started.")
+    ] = None,
+    percentages: Annotated[str | None, typer.Option(help="Only these, e.g. 10,50,90.")] = None,
+) -> None:
+    """Run the paper's experiments, draw its figures, and compare with the published values."""
+    if name not in (*experiments.NAMES, "all") or scale not in experiments.SCALES:
+        raise typer.BadParameter(
+            f"expected {', '.join(experiments.NAMES)} or all at scale "
+            f"{' or '.join(experiments.SCALES)}, got {name!r} at {scale!r}"
+        )
+    chosen = None if percentages is None else tuple(int(p) for p in percentages.split(","))
+    finished = experiments.reproduce(
+        name,
+        scale=scale,
+        out=out,
+        data_dir=data_dir,
+        resume=resume,
+        seed=seed,
+        budget=budget,
+        overrides={} if chosen is None else {"percentages": chosen},
+    )
+    if not finished:
+        raise typer.Exit(3)
+
+
+@app.command()
+def plan(
+    points: Annotated[int, typer.Argument(min=1, help="Training points n.")],
+    outputs: Annotated[int, typer.Option(min=1, help="Outputs c.")] = 1,
+    parameters: Annotated[int, typer.Option(help="Trainable parameters; 0 if none.")] = 0,
+    structure: Annotated[
+        str, typer.Option(help="dense, or kronecker at infinite width.")
+    ] = "dense",
+    dtype: Annotated[str, typer.Option(help="Dtype of the kernel.")] = "float32",
+    devices: Annotated[int, typer.Option(min=1, help="Devices that share K.")] = 1,
+    memory_gib: Annotated[float, typer.Option(help="Memory of each; 0 for this machine's.")] = 0.0,
+) -> None:
+    """Say what each form of the kernel costs, and which one would be taken, before any work."""
+    status = plan_command(
+        points,
+        outputs,
+        parameters,
+        structure=structure,
+        dtype=dtype,
+        devices=devices,
+        memory_gib=memory_gib,
+    )
+    raise typer.Exit(status)
 
 
 @app.command()

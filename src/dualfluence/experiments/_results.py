@@ -102,6 +102,11 @@ class Run:
         found = json.loads(path.read_text())
         return found if found.get("fingerprint") == self._fingerprint else None
 
+    def _measured_on(self) -> dict[str, str]:
+        """The devices of the pieces: a resumed run may put results together on another machine."""
+        devices = sorted({piece["device"] for piece in self.pieces.values()})
+        return {"device": ", ".join(devices)} if devices else {}
+
     def finish(self) -> Path:
         """Write `<experiment>.json` from the pieces."""
         path = self.store.out / f"{self.name}.json"
@@ -114,7 +119,7 @@ class Run:
                 "complete": self.complete,
                 "seed": self.seed,
                 "config": as_json(self.config),
-                "environment": environment(),
+                "environment": environment() | self._measured_on(),
                 "pieces": self.pieces,
             },
         )
