@@ -17,7 +17,7 @@ demo: $(STAMP)
 	$(BIN)/dualfluence demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow

@@ -1,9 +1,25 @@
-"""Strict settings for every test: float64, checked shapes and types."""
+"""Strict settings for every test: float64, checked shapes and types.
 
-import jax
-from jaxtyping import install_import_hook
+Tests compile many small programs and run each once: they compile fast rather than well, here and in
+the processes that tests start.
+"""
+
+import os
+
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+from jaxtyping import install_import_hook  # noqa: E402
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_platforms", "cpu")
 
 install_import_hook("dualfluence", "beartype.beartype")
+
+
+@pytest.fixture(autouse=True)
+def quick_compiles():
+    """A test that runs longer than it compiles may switch optimisation on for itself."""
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
