@@ -8,9 +8,9 @@ import os
 
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
-import jax  # noqa: E402
-import pytest  # noqa: E402
-from jaxtyping import install_import_hook  # noqa: E402
+import jax
+import pytest
+from jaxtyping import install_import_hook
 
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_platforms", "cpu")
