@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import jax
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -161,7 +162,7 @@ def _demo_table(result: dict[str, Any]) -> Table:
     config = result["config"]
     title = f"{config['network']}, {config['points']} images, λ = {config['ridge']:g}, {config['dtype']}"
     caption = "error: distance to retraining over the change; forget, test: accuracies"
-    table = Table(title=title, caption=caption)
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("gone", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)
     for name in ("time", "error", "certified", "forget", "test"):
