@@ -2,27 +2,29 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed
 
 .PHONY: demo test slow lint clean
 
-$(STAMP): pyproject.toml
+$(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+
+# One stamp per extra: the demo needs neither linters nor test frameworks.
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/pip install --quiet --editable '.[$*]'
 	@touch $@
 
-demo: $(STAMP)
+demo: $(VENV)/.installed-cli
 	$(BIN)/dualfluence demo
 
-test: $(STAMP)
+test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-slow: $(STAMP)
+slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
 
-lint: $(STAMP)
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright

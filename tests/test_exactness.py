@@ -223,3 +223,33 @@ def test_own_convex_loss_equals_the_closed_form():
     a = dfl.fit(model, x, p.y, loss=own, ridge=0.01).edit(dfl.Remove([1, 2]))
     b = dfl.fit(model, x, p.y, loss=dfl.SoftmaxCrossEntropy(), ridge=0.01).edit(dfl.Remove([1, 2]))
     assert cases.relative(a.delta_alpha, b.delta_alpha) < 1e-8
+
+
+@pytest.mark.parametrize("solver", EXACT_SOLVERS, ids=repr)
+@pytest.mark.parametrize("name", ["relabel", "reweight", "replace", "add"])
+def test_other_edits_are_exact_for_kronecker_kernels(solver, name):
+    rng = np.random.default_rng(3)
+    phi, y = rng.normal(size=(N, 40)) / 6, rng.normal(size=(N, C))
+    new_phi, new_y = rng.normal(size=(2, 40)) / 6, rng.normal(size=(2, C))
+    both = np.concatenate([phi, new_phi]), np.concatenate([y, new_y])
+    relabelled = y.copy()
+    relabelled[[4, 9]] = new_y
+    edit, s, features, targets = {
+        "relabel": (dfl.Relabel([4, 9], new_y), np.ones(N), phi, relabelled),
+        "reweight": (
+            dfl.Reweight([0, 7], [0.25, 3.0]),
+            _with(np.ones(N), [0, 7], [0.25, 3]),
+            phi,
+            y,
+        ),
+        "replace": (dfl.Replace([1, 6], new_phi, new_y), _with(np.ones(N + 2), [1, 6], 0), *both),
+        "add": (dfl.Add(new_phi, new_y), np.ones(N + 2), *both),
+    }[name]
+    fitted = dfl.fit(lambda a, b: a @ b.T, phi, y, loss=dfl.SquaredError(), ridge=0.05)
+    w = oracles.normalise(s)[:, None]
+    theta = np.linalg.solve(
+        features.T @ (w * features) + 0.05 * np.eye(40), features.T @ (w * targets)
+    )
+    query = rng.normal(size=(3, 40))
+    got = fitted.edit(edit, solver=solver).predict(query)
+    assert cases.relative(got, query @ theta) < 1e-9

@@ -67,3 +67,13 @@ def check_rows(name: str, value: Any, num_rows: int, what: str) -> None:
         raise ValueError(
             f"{name}: expected {num_rows} rows, one per {what}, got shape {tuple(value.shape)}."
         )
+
+
+def check_queries(xq: Any, x: jax.Array) -> jax.Array:
+    """Queries as an array with the trailing shape and dtype of the training features `x`."""
+    array = jnp.asarray(xq)
+    if array.ndim == 0 or array.shape[1:] != x.shape[1:]:
+        want = ", ".join(("q", *map(str, x.shape[1:])))
+        raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
+    check_finite("queries", array)
+    return array.astype(x.dtype)

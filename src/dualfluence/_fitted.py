@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ._checks import check_queries
 from ._edits import AbstractEdit, TrainingSet, apply_edits
 from ._layout import Layout
 from ._newton import (
@@ -302,7 +303,7 @@ class Update(DualModel):
 
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
-        xq = self.check_queries(xq)
+        xq = check_queries(xq, self.x)
         if linearised:
             return self.source.cross_mv(xq, self.x, self.delta_alpha)
         return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
@@ -326,7 +327,7 @@ class Update(DualModel):
         - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, as the paper's estimate does.
         - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
         """
-        xq = self.check_queries(xq)
+        xq = check_queries(xq, self.x)
         before, loss = self.before, self.before.loss
         y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
         if y.shape[0] != xq.shape[0]:

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._checks import check_finite
+from ._checks import check_queries
 from ._edits import TrainingSet
 from ._layout import Layout
 from ._linearize import Linearized
@@ -82,7 +82,7 @@ class DualModel(abc.ABC):
         - `xq`: queries, like the training features.
         - `linearised`: `False` evaluates the network itself at `params()` instead.
         """
-        xq = self.check_queries(xq)
+        xq = check_queries(xq, self.x)
         if not linearised:
             return outputs_at(self.network, self.params(), xq, linearised=False)
         move = self.source.cross_mv(xq, self.x, self.moved_alpha())
@@ -91,15 +91,6 @@ class DualModel(abc.ABC):
             return move + outputs_at(self.network, ref.params, xq, ref.linearised)
         base = self.source.base_outputs(xq, move.shape[1])
         return move if base is None else move + base
-
-    def check_queries(self, xq: Any) -> Array:
-        """Queries as an array with the trailing shape and dtype of the training features."""
-        array = jnp.asarray(xq)
-        if array.ndim == 0 or array.shape[1:] != self.x.shape[1:]:
-            want = ", ".join(("q", *map(str, self.x.shape[1:])))
-            raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
-        check_finite("queries", array)
-        return array.astype(self.x.dtype)
 
 
 @eqx.filter_jit

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._checks import check_finite
+from .._checks import check_finite, check_queries
 from .._edits import TrainingSet
 from .._linearize import Linearized
 from .._newton import Stats
@@ -47,13 +47,15 @@ class PrimalUpdate(eqx.Module):
 
     def predict(self, xq: Any) -> Float[Array, "q c"]:
         """Outputs at queries with the new parameters: linearised if the update is, else the network's."""
-        outputs = outputs_at(self.model, self.params(), self._check_queries(xq), self.linearised)
+        outputs = outputs_at(
+            self.model, self.params(), check_queries(xq, self.data.x), self.linearised
+        )
         check_finite("predict outputs", outputs)
         return outputs
 
     def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
         """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
-        xq = self._check_queries(xq)
+        xq = check_queries(xq, self.data.x)
         change = _push(
             tangent_model(self.model, self.before, self.linearised), xq, self.delta_params
         )
@@ -76,7 +78,7 @@ class PrimalUpdate(eqx.Module):
         - `linearised`: `False` evaluates loss (and ridge term) before and after instead of their
           first-order change.
         """
-        xq = self._check_queries(xq)
+        xq = check_queries(xq, self.data.x)
         f = outputs_at(self.model, self.before, xq, self.linearised)
         y = self.loss.prepare_targets(targets, f.shape[1], f.dtype)
         if y.shape[0] != xq.shape[0]:
@@ -96,14 +98,6 @@ class PrimalUpdate(eqx.Module):
         if not linearised:
             change = change + 0.5 * tree_norm(self.delta_params) ** 2
         return self.ridge * change
-
-    def _check_queries(self, xq: Any) -> Array:
-        array, shape = jnp.asarray(xq), self.data.x.shape[1:]
-        if array.ndim == 0 or array.shape[1:] != shape:
-            want = ", ".join(("q", *map(str, shape)))
-            raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
-        check_finite("queries", array)
-        return array.astype(self.data.x.dtype)
 
 
 def tangent_model(model: Linearized, params: PyTree, linearised: bool) -> Linearized:
