@@ -71,7 +71,7 @@ def summary(model):
         "products": model.stats.products,
         "seconds": model.stats.seconds,
         "residual": model.stats.residual,
-        "relative_bound": float(model.certificate.relative_bound),
+        "relative_bound": model.certificate.relative_bound,
         "notes": list(model.stats.notes),
     }
 

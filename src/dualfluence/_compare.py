@@ -179,7 +179,7 @@ class Comparison:
             timing=timing,
             distance=distance / metrics.tree_norm(truth),
             error=distance / moved,
-            certificate=None if certificate is None else float(certificate.distance_bound) / moved,
+            certificate=None if certificate is None else certificate.distance_bound / moved,
             iterations=None if stats is None else stats.iterations,
             forget_accuracy=metrics.accuracy(self.outputs(params, self.x)[gone], self.y[gone]),
             test_accuracy=metrics.accuracy(self.outputs(params, self.x_test), self.y_test),

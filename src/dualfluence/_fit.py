@@ -144,6 +144,7 @@ def fit(
         diagonal,
         solver=picked.solver,
         preconditioner=preconditioner,
+        ridge=float(ridge),
         rtol=default_rtol(dtype) if rtol is None else rtol,
         tolerances=Tolerances(None, limit, max_steps),
         what="fit",
@@ -158,7 +159,8 @@ def fit(
     facts["products"] += 2 + sketched.products
     notes += sketched.notes
     stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
-    check_outcome(stats, on_failure, "fit", point.certificate)
+    certificate = point.norms.certificate(float(ridge))
+    check_outcome(stats, on_failure, "fit", certificate, dtype)
     return Fitted(
         source=source,
         data=data,
@@ -170,7 +172,7 @@ def fit(
         offset=offset,
         kernel_diagonal=diagonal,
         preconditioner=preconditioner,
-        certificate=point.certificate,
+        certificate=certificate,
         stats=stats,
     )
 
@@ -261,7 +263,7 @@ def from_trained(
         offset=offset,
         kernel_diagonal=diagonal,
         preconditioner=preconditioner,
-        certificate=point.certificate,
+        certificate=point.norms.certificate(float(ridge)),
         stats=stats,
         fidelity=fidelity,
     )

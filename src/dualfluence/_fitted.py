@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -41,6 +40,7 @@ from .solvers import (
 )
 
 MAX_STEPS = 100
+AUTO = Auto()
 OnFailure = Literal["raise", "report"]
 
 
@@ -133,14 +133,15 @@ class Fitted(DualModel):
                 raise ValueError("edit: the paper's forms take exactly one step.")
             point, facts = solver.remove(base.kernel_op, base.problem(), problem, base.state)
             point = inspect_jit(base.kernel_op, problem, point, base.kernel_diagonal)
+            facts["certificate"] = point.norms.certificate(base.ridge)
             choice, reason = repr(solver), "asked for"
         else:
-            picked = resolve(solver or Auto(), base.kernel_op)
+            picked = resolve(solver or AUTO, base.kernel_op)
             choice, reason = picked.solver.describe(base.kernel_op), picked.reason
             point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
         stats = make_stats(facts, clock.stop(point), choice, reason)
-        check_outcome(stats, on_failure, "edit", point.certificate)
-        return base._updated(data, point, stats)
+        check_outcome(stats, on_failure, "edit", facts["certificate"], problem.offset.dtype)
+        return base._updated(data, point, facts["certificate"], stats)
 
     def retrain(
         self,
@@ -158,7 +159,7 @@ class Fitted(DualModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
-        picked = resolve(solver or Auto(), base.kernel_op)
+        picked = resolve(solver or AUTO, base.kernel_op)
         shape = (base.data.num_points, base.num_outputs)
         zero = base.layout.place(np.zeros(shape, base.offset.dtype))
         problem = base.problem(data)
@@ -171,6 +172,7 @@ class Fitted(DualModel):
             base.kernel_diagonal,
             solver=picked.solver,
             preconditioner=base.preconditioner,
+            ridge=base.ridge,
             rtol=default_rtol(zero.dtype),
             tolerances=Tolerances(None, limit, MAX_STEPS),
             what="retrain",
@@ -180,17 +182,19 @@ class Fitted(DualModel):
         stats = make_stats(
             facts, clock.stop(point), picked.solver.describe(base.kernel_op), picked.reason
         )
-        check_outcome(stats, on_failure, "retrain", point.certificate)
-        return base._updated(data, point, stats)
+        check_outcome(stats, on_failure, "retrain", facts["certificate"], zero.dtype)
+        return base._updated(data, point, facts["certificate"], stats)
 
-    def _updated(self, data: TrainingSet, point: Point, stats: Stats) -> "Update":
+    def _updated(
+        self, data: TrainingSet, point: Point, certificate: Certificate, stats: Stats
+    ) -> "Update":
         return Update(
             source=self.source,
             data=data,
             state=point.state,
             reference=self.reference,
             before=self,
-            certificate=point.certificate,
+            certificate=certificate,
             stats=stats,
         )
 
@@ -206,7 +210,7 @@ class Fitted(DualModel):
         op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
         dtype = self.state.alpha.dtype
         if steps == 1 and until is None:
-            tol = jax.device_put(host_scalar(rtol, self.offset))
+            tol: Any = np.asarray(rtol, dtype)
             point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
             report = StepReport.unpack(packed)
             check_report(report, dtype, "edit")
@@ -217,6 +221,7 @@ class Fitted(DualModel):
                 "residual": report.residual,
                 "converged": report.converged,
                 "inner_converged": report.converged,
+                "certificate": report.certificate(self.ridge),
             }
         start = inspect_jit(op, problem, self.state, diagonal)
         tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
@@ -227,6 +232,7 @@ class Fitted(DualModel):
             diagonal,
             solver=solver,
             preconditioner=pre,
+            ridge=self.ridge,
             rtol=rtol,
             tolerances=tolerances,
             what="edit",
@@ -364,17 +370,13 @@ def make_problem(
     layout: Layout,
 ) -> Problem:
     """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
-    weights = data.weights.astype(offset.dtype)
+    weights: Any = data.weights.astype(offset.dtype)
     if layout.sharding is None:
-        weights, scalar = jax.device_put((weights, host_scalar(ridge, offset)))
+        # As they are: a compiled function takes arrays of the host faster than device_put does.
+        scalar: Any = np.asarray(ridge, offset.dtype)
         return Problem(loss, data.targets, weights, scalar, offset)
     targets, weights = layout.place(data.targets, "last"), layout.place(weights)
     return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
-
-
-def host_scalar(value: float, like: Array) -> np.ndarray:
-    """A number in the dtype of `like`, cast on the host: no kernel launch for it."""
-    return np.asarray(value, like.dtype)
 
 
 def make_stats(
@@ -400,14 +402,16 @@ def _square(state: State) -> Float[Array, ""]:
     return jnp.sum(state.alpha * state.k_alpha)
 
 
-def check_outcome(stats: Stats, on_failure: OnFailure, what: str, cert: Certificate) -> None:
+def check_outcome(
+    stats: Stats, on_failure: OnFailure, what: str, cert: Certificate, dtype: Any
+) -> None:
     if stats.converged or on_failure == "report":
         return
-    floor = float(cert.rounding / cert.ridge)
+    floor = cert.rounding / cert.ridge
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{float(cert.distance_bound):.3g}, of which rounding in {cert.rounding.dtype} accounts for "
+        f"{cert.distance_bound:.3g}, of which rounding in {dtype} accounts for "
         f"{floor:.3g}. Try float64, a larger ridge, a looser tolerance or more steps, or "
         "on_failure='report' to get the answer as it is."
     )

@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from ._checks import check_finite, check_indices, check_range, check_rows
+from ._compile import filter_jit
 from ._fit import _prepare
 from ._fitted import make_problem
 from ._models import as_source
@@ -160,7 +161,7 @@ def _descend(
     return state, jnp.concatenate([*norms, last[None]]), recorded
 
 
-@eqx.filter_jit
+@filter_jit
 def _chunk(
     op: AbstractKernelOperator,
     problem: Problem,
@@ -186,13 +187,13 @@ def _chunk(
     return State(state.alpha, op.mv(state.alpha)), velocity, norms
 
 
-@eqx.filter_jit
+@filter_jit
 def _gradient_norm(op: AbstractKernelOperator, problem: Problem, state: State) -> Array:
     rho = problem.residual(state)
     return jnp.sqrt(jnp.maximum(jnp.sum(rho * op.mv(rho)), 0))
 
 
-@eqx.filter_jit
+@filter_jit
 def largest_curvature(op: AbstractKernelOperator, problem: Problem) -> Float[Array, ""]:
     """`λmax(WK)` at the initial outputs, by power iteration on `RᵀKR`."""
     zero = jnp.zeros_like(problem.offset)

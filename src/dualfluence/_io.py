@@ -102,7 +102,7 @@ def load(
         preconditioner=NoPreconditioner()
         if features is None
         else SpectralPreconditioner(jnp.asarray(features)),
-        certificate=Certificate(*(jnp.asarray(v) for v in arrays["certificate"])),
+        certificate=Certificate(*arrays["certificate"].tolist()),
         stats=Stats(**{**meta["stats"], "notes": tuple(meta["stats"]["notes"])}),
         fidelity=Fidelity(**meta["fidelity"]) if meta["fidelity"] else None,
     )
@@ -137,7 +137,7 @@ def _arrays(fitted: Fitted) -> dict[str, np.ndarray]:
         "k_alpha": points(fitted.state.k_alpha),
         "offset": points(fitted.offset),
         "kernel_diagonal": points(fitted.kernel_diagonal),
-        "certificate": jnp.stack(
+        "certificate": np.asarray(
             [cert.gradient_norm, cert.rounding, cert.parameter_norm, cert.ridge]
         ),
     }
@@ -176,8 +176,9 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 def _digest(array: np.ndarray) -> str:
-    header = f"{array.dtype.str}{array.shape}".encode()
-    return hashlib.sha256(header + np.ascontiguousarray(array).tobytes()).hexdigest()
+    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _loss(name: str, given: AbstractLoss | None) -> AbstractLoss:

@@ -1,12 +1,12 @@
 """Is this matrix a kernel? Finite, symmetric and positive semidefinite, up to rounding."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from ._checks import check_finite
+from ._compile import filter_jit, jit
 from .operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, ShardedOperator
 
 ROUNDING_SLACK = 1e3
@@ -68,7 +68,7 @@ def _check_by_products(op: AbstractKernelOperator) -> str:
     return f"symmetric and semidefinite in {PROBES} random directions"
 
 
-@eqx.filter_jit
+@filter_jit
 def _probe(op: AbstractKernelOperator) -> tuple[Array, Array, Array]:
     """Largest `|uᵀKv − vᵀKu|`, largest `|u||Kv|`, smallest Ritz value on the span of the probes."""
     shape = (op.num_points, op.num_outputs, PROBES)
@@ -82,23 +82,23 @@ def _probe(op: AbstractKernelOperator) -> tuple[Array, Array, Array]:
     return asymmetry, size, jnp.linalg.eigvalsh(0.5 * (gram + gram.T))[0]
 
 
-@jax.jit
+@jit
 def _all_finite(K: Float[Array, "m m"]) -> Array:
     return jnp.isfinite(K).all()
 
 
-@jax.jit
+@jit
 def _asymmetry(K: Float[Array, "m m"]) -> tuple[Array, Array]:
     return jnp.max(jnp.abs(K)), jnp.max(jnp.abs(K - K.T))
 
 
-@jax.jit
+@jit
 def _extreme_eigenvalues(K: Float[Array, "m m"]) -> tuple[Array, Array]:
     values = jnp.linalg.eigvalsh(0.5 * (K + K.T))
     return values[0], values[-1]
 
 
-@eqx.filter_jit
+@filter_jit
 def _ritz_values(K: Float[Array, "m m"]) -> tuple[Array, Array]:
     """Smallest and largest Ritz value of a short Lanczos run with full reorthogonalisation."""
     m = K.shape[0]

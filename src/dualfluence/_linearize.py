@@ -1,5 +1,6 @@
 """A network linearised at θ₀: outputs, Jacobian products and tangent kernel."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,14 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from ._progress import ProgressFn
 from .kernels import empirical_kernel, kernel_block
+from .kernels._program import largest_activation
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
 
 DIAGONAL_BYTES = 256 * 2**20
+BATCH_BYTES = 128 * 2**20
+MAX_BATCH = 2048
 
 PRECISION = "highest"
 """Matrix products inside `apply_fn` keep the full precision of their dtype, also on a GPU."""
@@ -24,14 +28,14 @@ PRECISION = "highest"
 class Linearized(eqx.Module):
     r"""`f(x) = f(x; θ₀) + J(x)(θ − θ₀)`, with `J` the Jacobian at `params`.
 
-    Made by `linearize`. All products run in batches of `batch_size` points, so that memory is
-    that of one batch and one parameter vector.
+    Made by `linearize`. All products run in batches of points, so that memory is that of one batch
+    and one parameter vector.
     """
 
     apply_fn: ApplyFn = eqx.field(static=True)
     params: PyTree
     trainable: tuple[bool, ...] = eqx.field(static=True)
-    batch_size: int = eqx.field(static=True)
+    batch_size: int | None = eqx.field(static=True)
     anchor: str = eqx.field(static=True, default="params")
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
@@ -39,10 +43,23 @@ class Linearized(eqx.Module):
         treedef = jax.tree.structure(params)
         return eqx.partition(params, jax.tree.unflatten(treedef, self.trainable))
 
+    def batch(self, x: Shaped[Array, "n ..."]) -> int:
+        """Points per batch, equal in size so that little is padding.
+
+        By default as many as keep the largest activation within `BATCH_BYTES`: larger batches of
+        images gain nothing, and a GPU's compiler runs each convolution in many ways to choose one.
+        """
+        size = self.batch_size
+        if size is None:
+            point = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+            each = largest_activation(lambda v: self.apply_fn(self.params, v), point)
+            size = min(MAX_BATCH, max(1, BATCH_BYTES // each))
+        return math.ceil(x.shape[0] / math.ceil(x.shape[0] / size))
+
     def __call__(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""
         with jax.default_matmul_precision(PRECISION):
-            return _batched(lambda xb: self.apply_fn(params, xb), x, self.batch_size)
+            return _batched(lambda xb: self.apply_fn(params, xb), x, self.batch(x))
 
     def base_outputs(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """`f(x; θ₀)`."""
@@ -64,7 +81,7 @@ class Linearized(eqx.Module):
             return jax.jvp(apply, (theta,), (tangent,))[1]
 
         with jax.default_matmul_precision(PRECISION):
-            return _batched(push, x, self.batch_size)
+            return _batched(push, x, self.batch(x))
 
     def vjp(self, x: Shaped[Array, "n ..."], v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, summed over points, as a pytree of the trainable leaves."""
@@ -78,9 +95,10 @@ class Linearized(eqx.Module):
             return jax.tree.map(jnp.add, total, pull(*batch)), None
 
         with jax.default_matmul_precision(PRECISION):
-            if x.shape[0] <= self.batch_size:
+            size = self.batch(x)
+            if x.shape[0] <= size:
                 return pull(x, v)
-            xs, vs = _batches(x, self.batch_size), _batches(v, self.batch_size, zeros=True)
+            xs, vs = _batches(x, size), _batches(v, size, zeros=True)
             return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, theta), (xs, vs))[0]
 
     def kernel(
@@ -148,7 +166,7 @@ def linearize(
     *,
     anchor: str = "params",
     trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
-    batch_size: int = 2048,
+    batch_size: int | None = None,
 ) -> Linearized:
     r"""Linearise any JAX function of a parameter pytree at `params`.
 
@@ -162,7 +180,7 @@ def linearize(
     - `params`: a pytree; floating leaves are trainable, others (integers, …) are kept as they are.
     - `anchor`: where to linearise, `"params"` or `"zero"`.
     - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer.
-    - `batch_size`: points per batch in Jacobian products.
+    - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
     """
     leaves, treedef = jax.tree.flatten(params)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
@@ -175,6 +193,8 @@ def linearize(
             f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point leaves "
             "are trainable unless `trainable` rejects them."
         )
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"linearize: batch_size must be at least 1, got {batch_size}.")
     if anchor not in ("params", "zero"):
         raise ValueError(f"linearize: anchor must be 'params' or 'zero', got {anchor!r}.")
     for path, leaf, used in zip(paths, leaves, mask, strict=True):

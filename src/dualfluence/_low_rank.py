@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
+from ._compile import filter_jit, jit
 from ._linearize import Linearized
 from ._models import AbstractSource, as_source, pull_back
 from ._progress import ProgressFn
@@ -159,7 +160,7 @@ def nystrom(
     return NystromSource(source, landmarks, _inverse_root(square), c)
 
 
-@jax.jit
+@jit
 def _inverse_root(K: Float[Array, "m m"]) -> Float[Array, "m m"]:
     """`T` with `TTᵀ = K⁺`; eigenvalues below rounding count as zero."""
     values, vectors = jnp.linalg.eigh(0.5 * (K + K.T))
@@ -167,7 +168,7 @@ def _inverse_root(K: Float[Array, "m m"]) -> Float[Array, "m m"]:
     return vectors * jnp.where(values > floor, 1 / jnp.sqrt(jnp.maximum(values, floor)), 0)
 
 
-@jax.jit
+@jit
 def _times(block: Float[Array, "n c m"], transform: Float[Array, "m r"]) -> Array:
     return jnp.dot(block, transform, precision=HIGHEST)
 
@@ -191,7 +192,7 @@ def _direction(model: Linearized, key: PRNGKeyArray, rank: int) -> PyTree:
     return jax.tree.unflatten(treedef, draws)
 
 
-@eqx.filter_jit
+@filter_jit
 def _random_features(
     model: Linearized, x: Array, key: PRNGKeyArray, rank: int
 ) -> Float[Array, "n c r"]:
@@ -201,7 +202,7 @@ def _random_features(
     return jnp.moveaxis(columns, 0, 2)
 
 
-@eqx.filter_jit
+@filter_jit
 def _project(model: Linearized, w: Float[Array, " r"], key: PRNGKeyArray) -> PyTree:
     """`P w`."""
     keys = jax.random.split(key, w.shape[0])

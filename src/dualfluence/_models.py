@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from ._checks import check_range
+from ._compile import filter_jit
 from ._linearize import Linearized
 from ._progress import ProgressFn
 from .operators import (
@@ -44,11 +45,14 @@ class AbstractSource(eqx.Module):
         assert self.network is not None
         return pull_back(self.network, x, v)
 
-    def moved_params(self, params: PyTree, x: Array, v: Float[Array, "n c"]) -> PyTree:
-        """`params + J(x)ᵀ v`, frozen leaves as they are."""
+    def moved_params(
+        self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
+    ) -> PyTree:
+        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are."""
         assert self.network is not None
         theta, frozen = self.network.split(params)
-        return eqx.combine(jax.tree.map(jnp.add, theta, self.pull_back(x, v)), frozen)
+        step = self.pull_back(x, v if since is None else v - since)
+        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
 
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
@@ -82,8 +86,10 @@ class NetworkSource(AbstractSource):
     def network(self) -> Linearized:
         return self.model
 
-    def moved_params(self, params: PyTree, x: Array, v: Float[Array, "n c"]) -> PyTree:
-        return moved_params(self.model, params, x, v)
+    def moved_params(
+        self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
+    ) -> PyTree:
+        return moved_params(self.model, params, x, v, since)
 
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         return self.model.kernel(x1, x2, progress=progress)
@@ -242,24 +248,27 @@ def _border(K: Array, cross: Array, corner: Array) -> Array:
     return jnp.block([[K, cross], [cross.T, corner]])
 
 
-@eqx.filter_jit
+@filter_jit
 def _base_outputs(model: Linearized, x: Shaped[Array, "n ..."]) -> Array:
     return model.base_outputs(x)
 
 
-@eqx.filter_jit
+@filter_jit
 def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
     return model.jvp(xq, model.vjp(x, v))
 
 
-@eqx.filter_jit
+@filter_jit
 def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
     """`J(x)ᵀ v`, compiled once per shape."""
     return model.vjp(x, v)
 
 
-@eqx.filter_jit
-def moved_params(model: Linearized, params: PyTree, x: Array, v: Array) -> PyTree:
-    """`θ + J(x)ᵀ v` in one compiled program; leaves that are not trainable stay."""
+@filter_jit
+def moved_params(
+    model: Linearized, params: PyTree, x: Array, v: Array, since: Array | None
+) -> PyTree:
+    """`θ + J(x)ᵀ(v − since)` in one compiled program; leaves that are not trainable stay."""
     theta, frozen = model.split(params)
-    return eqx.combine(jax.tree.map(jnp.add, theta, model.vjp(x, v)), frozen)
+    step = model.vjp(x, v if since is None else v - since)
+    return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)

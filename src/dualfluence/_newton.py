@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ._problem import Certificate, Problem, State, certify
+from ._compile import filter_jit
+from ._problem import Certificate, Norms, Problem, State, measure_norms
 from ._progress import ProgressFn, Ticker
 from .operators import AbstractKernelOperator
 from .solvers import AbstractDualSolver, AbstractPreconditioner
@@ -39,9 +40,8 @@ class StepReport(NamedTuple):
     step_size: float
     min_curvature: float
     gradient_norm: float
-    distance_bound: float
-    relative_bound: float
-    at_floor: bool
+    rounding: float
+    parameter_norm: float
 
     @classmethod
     def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
@@ -50,12 +50,14 @@ class StepReport(NamedTuple):
             iterations=int(values.iterations),
             products=int(values.products),
             converged=bool(values.converged),
-            at_floor=bool(values.at_floor),
         )
+
+    def certificate(self, ridge: float) -> Certificate:
+        return Certificate(self.gradient_norm, self.rounding, self.parameter_norm, ridge)
 
 
 class Point(eqx.Module):
-    """A state with its residual `ρ`, the product `Kρ` and its certificate.
+    """A state with its residual `ρ`, the product `Kρ` and what its certificate is made of.
 
     The next step needs `Kρ` anyway, so the certificate costs no product of its own in a loop.
     """
@@ -63,7 +65,7 @@ class Point(eqx.Module):
     state: State
     rho: Float[Array, "n c"]
     k_rho: Float[Array, "n c"]
-    certificate: Certificate
+    norms: Norms
 
 
 def inspect(
@@ -72,26 +74,25 @@ def inspect(
     """Residual and certificate at `state`: one product with `K`."""
     rho = problem.residual(state)
     k_rho = op.mv(rho)
-    return Point(state, rho, k_rho, certify(problem, state, rho, k_rho, diagonal))
+    return Point(state, rho, k_rho, measure_norms(problem, state, rho, k_rho, diagonal))
 
 
-inspect_jit = eqx.filter_jit(inspect)
+inspect_jit = filter_jit(inspect)
 
 
-@eqx.filter_jit
+@filter_jit
 def op_mv(op: AbstractKernelOperator, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
     """`K v`, compiled."""
     return op.mv(v)
 
 
-@eqx.filter_jit
+@filter_jit
 def op_diagonal(op: AbstractKernelOperator) -> Float[Array, "n c"]:
     """Diagonal of `K`, compiled."""
     return op.diagonal()
 
 
-@eqx.filter_jit
-def newton_step(
+def _newton_step(
     op: AbstractKernelOperator,
     problem: Problem,
     point: Point,
@@ -125,15 +126,17 @@ def newton_step(
         solution.converged,
         t,
         factor.min_curvature,
-        new.certificate.gradient_norm,
-        new.certificate.distance_bound,
-        new.certificate.relative_bound,
-        new.certificate.gradient_norm <= new.certificate.rounding,
+        new.norms.gradient,
+        new.norms.rounding,
+        new.norms.parameters,
     )
     return new, jnp.stack([jnp.asarray(value, delta.dtype) for value in packed])
 
 
-@eqx.filter_jit
+newton_step = filter_jit(_newton_step)
+
+
+@filter_jit
 def influence_step(
     op: AbstractKernelOperator,
     problem: Problem,
@@ -145,7 +148,7 @@ def influence_step(
 ) -> tuple[Point, Float[Array, " k"]]:
     """`inspect` and an undamped `newton_step` in one compiled program: the influence function."""
     start = inspect(op, problem, state, diagonal)
-    return newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damped=False)
+    return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damped=False)
 
 
 def _line_search(
@@ -189,9 +192,9 @@ class Tolerances(NamedTuple):
     relative: float | None
     max_steps: int
 
-    def met(self, distance_bound: float, relative_bound: float) -> bool:
-        by_distance = self.distance is not None and distance_bound <= self.distance
-        return by_distance or (self.relative is not None and relative_bound <= self.relative)
+    def met(self, cert: Certificate) -> bool:
+        by_distance = self.distance is not None and cert.distance_bound <= self.distance
+        return by_distance or (self.relative is not None and cert.relative_bound <= self.relative)
 
 
 class NotConverged(RuntimeError):
@@ -205,12 +208,12 @@ def check_report(report: StepReport, dtype: Any, what: str) -> None:
             f"{what}: the loss has negative curvature (smallest Hessian eigenvalue "
             f"{report.min_curvature:.3g} of the largest). It must be convex in the outputs."
         )
-    check_finite_bound(report.distance_bound, what)
+    check_finite_norm(report.gradient_norm + report.rounding, what)
 
 
-def check_finite_bound(distance_bound: float, what: str) -> None:
+def check_finite_norm(gradient_norm: float, what: str) -> None:
     """Raise unless the certificate is a number."""
-    if not np.isfinite(distance_bound):
+    if not np.isfinite(gradient_norm):
         raise FloatingPointError(
             f"{what}: the gradient is not finite. The kernel may be indefinite, the numbers may "
             "overflow, or the ridge may be below the kernel's rounding; try float64, a larger ridge, "
@@ -226,6 +229,7 @@ def minimise(
     *,
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
+    ridge: float,
     rtol: float,
     tolerances: Tolerances,
     what: str,
@@ -237,19 +241,19 @@ def minimise(
     Early steps solve to `loosest`, later ones to `rtol`: the inner tolerance follows the gradient.
     Stops as well when the gradient no longer falls, i.e. at the floor that rounding sets.
     """
-    cert, dtype = point.certificate, point.rho.dtype
-    first, bound, relative, rounding = np.asarray(
-        jnp.stack([cert.gradient_norm, cert.distance_bound, cert.relative_bound, cert.rounding])
-    ).tolist()
-    check_finite_bound(bound, what)
-    best, norm, best_norm, stalled, inner = point, first, first, 0, True
-    met, at_floor = tolerances.met(bound, relative), first <= rounding
+    dtype = point.rho.dtype
+    best, cert = point, point.norms.certificate(ridge)
+    check_finite_norm(cert.distance_bound, what)
+    first = norm = cert.gradient_norm
+    stalled, inner, met = 0, True, tolerances.met(cert)
     steps = iterations = 0
     products, residual = 1, 0.0
     with Ticker(tolerances.max_steps, what, progress) as ticker:
-        while not (met or at_floor or steps == tolerances.max_steps or stalled == STALLED_STEPS):
+        while not (
+            met or cert.at_floor or steps == tolerances.max_steps or stalled == STALLED_STEPS
+        ):
             loose = loosest * min(1.0, norm / max(first, 1e-300))
-            step_rtol = jnp.asarray(max(rtol, loose), dtype)
+            step_rtol: Any = np.asarray(max(rtol, loose), dtype)
             point, packed = newton_step(
                 op, problem, point, diagonal, solver, preconditioner, step_rtol, True
             )
@@ -258,12 +262,11 @@ def minimise(
             steps, iterations = steps + 1, iterations + report.iterations
             products, residual = products + report.products, report.residual
             norm, inner = report.gradient_norm, inner and report.converged
-            slow = norm > 0.9 * best_norm and report.step_size == 1
+            slow = norm > 0.9 * cert.gradient_norm and report.step_size == 1
             stalled = stalled + 1 if slow else 0
-            if norm <= best_norm:
-                best, best_norm = point, norm
-                met = tolerances.met(report.distance_bound, report.relative_bound)
-                at_floor = report.at_floor
+            if norm <= cert.gradient_norm:
+                best, cert = point, report.certificate(ridge)
+                met = tolerances.met(cert)
             ticker.tick()
     return best, {
         "steps": steps,
@@ -271,7 +274,8 @@ def minimise(
         "products": products,
         "residual": residual,
         "converged": met,
-        "at_floor": at_floor,
+        "at_floor": cert.at_floor,
+        "certificate": cert,
         "inner_converged": inner,
     }
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
+from ._compile import filter_jit
 from ._layout import AXIS, Device, Layout, map_shards, on_mesh
 from ._linearize import Linearized
 from ._models import AbstractSource, flatten_block
@@ -167,14 +168,14 @@ def _base_outputs(model: Linearized, x: Array) -> Array:
     return model.base_outputs(x)
 
 
-@eqx.filter_jit
+@filter_jit
 def _map_rows(fn: Callable[..., Array], layout: Layout, model: Linearized, x: Array) -> Array:
     params, static = eqx.partition(model, eqx.is_array)
     local = map_shards(lambda p, xs: fn(eqx.combine(p, static), xs), layout, (EVERY, ROWS), ROWS)
     return local(params, x)
 
 
-@eqx.filter_jit
+@filter_jit
 def _network_pull_back(model: Linearized, layout: Layout, x: Array, v: Array) -> PyTree:
     params, static = eqx.partition(model, eqx.is_array)
 
@@ -184,7 +185,7 @@ def _network_pull_back(model: Linearized, layout: Layout, x: Array, v: Array) ->
     return map_shards(local, layout, (EVERY, ROWS, ROWS), EVERY)(params, x, v)
 
 
-@eqx.filter_jit
+@filter_jit
 def _network_cross_mv(
     model: Linearized, layout: Layout, xq: Any, x: Array, v: Array
 ) -> Float[Array, "q c"]:

@@ -5,11 +5,23 @@ $$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0
   \nabla L_w = J^\top\rho,\quad \rho = g + \lambda\alpha .$$
 """
 
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .losses import AbstractFactor, AbstractLoss
+
+# Weights and ridge come from the host, and compiled functions take them as they are.
+if TYPE_CHECKING:
+    AnyArray = Array
+else:
+    AnyArray = Array | np.ndarray
 
 ROUNDING_FACTOR = 4.0
 """Safety factor on the first-order, root-sum-square estimate of rounding."""
@@ -30,8 +42,8 @@ class Problem(eqx.Module):
 
     loss: AbstractLoss
     targets: Array
-    weights: Float[Array, " n"]
-    ridge: Float[Array, ""]
+    weights: Float[AnyArray, " n"]
+    ridge: Float[AnyArray, ""]
     offset: Float[Array, "n c"]
 
     def outputs(self, state: State) -> Float[Array, "n c"]:
@@ -56,7 +68,8 @@ class Problem(eqx.Module):
         return self.loss.hess_factor(self.outputs(state), self.targets, self.weights)
 
 
-class Certificate(eqx.Module):
+@dataclass(frozen=True)
+class Certificate:
     r"""How far an answer can be from exact retraining.
 
     `L_w` is λ-strongly convex, so $\|\theta-\theta^\star\| \le \|\nabla L_w(\theta)\|/\lambda$ with
@@ -65,35 +78,54 @@ class Certificate(eqx.Module):
     to the gradient; it is part of the bound, so the bound has a floor.
     """
 
-    gradient_norm: Float[Array, ""]
-    rounding: Float[Array, ""]
-    parameter_norm: Float[Array, ""]
-    ridge: Float[Array, ""]
+    gradient_norm: float
+    rounding: float
+    parameter_norm: float
+    ridge: float
 
     @property
-    def distance_bound(self) -> Float[Array, ""]:
+    def distance_bound(self) -> float:
         """Upper bound on `‖θ − θ_retrained‖`."""
         return (self.gradient_norm + self.rounding) / self.ridge
 
     @property
-    def relative_bound(self) -> Float[Array, ""]:
+    def relative_bound(self) -> float:
         """`distance_bound` over `‖θ − θ₀‖`."""
-        return self.distance_bound / jnp.maximum(self.parameter_norm, _tiny(self.parameter_norm))
+        return self.distance_bound / max(self.parameter_norm, sys.float_info.min)
+
+    @property
+    def at_floor(self) -> bool:
+        """Whether the gradient has fallen to what rounding adds to it."""
+        return self.gradient_norm <= self.rounding
 
 
-def certify(
+class Norms(eqx.Module):
+    """What a certificate is made of, on the device."""
+
+    gradient: Float[Array, ""]
+    rounding: Float[Array, ""]
+    parameters: Float[Array, ""]
+
+    def certificate(self, ridge: float) -> Certificate:
+        """On the host, as plain numbers."""
+        gradient, rounding, parameters = jax.device_get(
+            (self.gradient, self.rounding, self.parameters)
+        )
+        return Certificate(float(gradient), float(rounding), float(parameters), ridge)
+
+
+def measure_norms(
     problem: Problem,
     state: State,
     rho: Float[Array, "n c"],
     k_rho: Float[Array, "n c"],
     kernel_diagonal: Float[Array, "n c"],
-) -> Certificate:
-    """The certificate at `state` from its residual `ρ` and `Kρ`."""
-    return Certificate(
-        gradient_norm=_root(jnp.sum(rho * k_rho)),
+) -> Norms:
+    """The certificate's parts at `state` from its residual `ρ` and `Kρ`."""
+    return Norms(
+        gradient=_root(jnp.sum(rho * k_rho)),
         rounding=_rounding(problem, state, kernel_diagonal),
-        parameter_norm=_root(jnp.sum(state.alpha * state.k_alpha)),
-        ridge=problem.ridge,
+        parameters=_root(jnp.sum(state.alpha * state.k_alpha)),
     )
 
 
@@ -110,7 +142,3 @@ def _rounding(problem: Problem, state: State, diagonal: Float[Array, "n c"]) -> 
 
 def _root(square: Array) -> Array:
     return jnp.sqrt(jnp.maximum(square, 0))
-
-
-def _tiny(value: Array) -> float:
-    return float(jnp.finfo(value.dtype).tiny)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from ._checks import check_queries
+from ._compile import filter_jit
 from ._edits import TrainingSet
 from ._layout import Layout
 from ._linearize import Linearized
@@ -62,17 +63,18 @@ class DualModel(abc.ABC):
             )
         return self.source.network
 
-    def moved_alpha(self) -> Float[Array, "n c"]:
-        """`α`, or `α − α_ref` for a network trained by the user."""
+    def _reference_alpha(self) -> Float[Array, "n c"] | None:
+        """`α_ref` of a network trained by the user, with zero rows for points added since."""
         if self.reference is None:
-            return self.alpha
-        missing = self.alpha.shape[0] - self.reference.alpha.shape[0]
-        return self.alpha - jnp.pad(self.reference.alpha, ((0, missing), (0, 0)))
+            return None
+        alpha = self.reference.alpha
+        missing = self.data.num_points - alpha.shape[0]
+        return jnp.pad(alpha, ((0, missing), (0, 0))) if missing else alpha
 
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
         base = self.network.params if self.reference is None else self.reference.params
-        return self.source.moved_params(base, self.x, self.moved_alpha())
+        return self.source.moved_params(base, self.x, self.alpha, self._reference_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
@@ -85,7 +87,9 @@ class DualModel(abc.ABC):
         xq = check_queries(xq, self.x)
         if not linearised:
             return outputs_at(self.network, self.params(), xq, linearised=False)
-        move = self.source.cross_mv(xq, self.x, self.moved_alpha())
+        since = self._reference_alpha()
+        alpha = self.alpha if since is None else self.alpha - since
+        move = self.source.cross_mv(xq, self.x, alpha)
         if self.reference is not None:
             ref = self.reference
             return move + outputs_at(self.network, ref.params, xq, ref.linearised)
@@ -93,7 +97,7 @@ class DualModel(abc.ABC):
         return move if base is None else move + base
 
 
-@eqx.filter_jit
+@filter_jit
 def outputs_at(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Array:
     """The network, or its linearisation, at any parameters; compiled once per shape."""
     return model.linearised(params, x) if linearised else model(params, x)

@@ -68,7 +68,7 @@ def shares(name, array):
 def read_out(name, model, queries):
     xq, yq = queries
     record(f"{name}/predict", model.predict(xq))
-    record(f"{name}/certificate", model.certificate)
+    record(f"{name}/certificate", vars(model.certificate))
     record(f"{name}/bound", model.certificate.distance_bound)
     if (model.source.network is not None and name.count("/") == 0) or name.endswith("/add"):
         record(f"{name}/params", model.params())

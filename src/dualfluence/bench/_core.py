@@ -98,7 +98,7 @@ def peak_memory(case: Comparison, gone: Any) -> dict[str, float]:
     fitted = case.fitted
     data = apply_edits(Remove(gone), fitted.data, fitted.loss, fitted.num_outputs)
     dtype = fitted.alpha.dtype
-    step: Any = influence_step
+    step: Any = influence_step.outermost
     compiled = step.lower(
         fitted.kernel_op,
         fitted.problem(data),

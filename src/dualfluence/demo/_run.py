@@ -53,7 +53,7 @@ def run_demo(
             "data": data.origin,
             "seed": seed,
         },
-        "fit": {**stats._asdict(), "relative_bound": float(case.fitted.certificate.relative_bound)},
+        "fit": {**stats._asdict(), "relative_bound": case.fitted.certificate.relative_bound},
         "outcomes": [asdict(outcome) for outcome in outcomes],
         "seconds": time.perf_counter() - start,
     }

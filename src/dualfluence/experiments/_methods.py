@@ -108,7 +108,7 @@ def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> di
     def in_data_space(**options: Any) -> Method:
         def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
             update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
-            bound = {"bound": float(update.certificate.distance_bound)}
+            bound = {"bound": update.certificate.distance_bound}
             return update.params(), facts(update.stats) | bound
 
         return method

@@ -9,6 +9,7 @@ loss; `K` is a four-axis array. Written anew from the paper's section 4.1 and it
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,11 +17,17 @@ from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, PyTree
 
 from .._fitted import Fitted
-from .._models import pull_back
+from .._linearize import Linearized
 from ..operators import DenseOperator
 
 BATCH = 100
 """Points per Hessian-vector product in parameter space."""
+
+
+@eqx.filter_jit
+def _pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
+    """`Jᵀv`, compiled with JAX's own settings."""
+    return model.vjp(x, v)
 
 
 def released_dual(
@@ -58,7 +65,7 @@ def released_dual(
     rhs = (1 - share) * (pull + ridge * k_alpha) - hess_mv(times(K_rf, delta_f))
     solution, _ = cg(lambda v: hess_mv(times(K_rr, v)), rhs, tol=rtol, maxiter=steps)
     delta = jnp.zeros_like(alpha).at[kept].set(solution).at[forgotten].set(delta_f)
-    step = pull_back(base.network, base.x, delta)
+    step = _pull_back(base.network, base.x, delta)
     return jax.tree.map(jnp.add, params, step)
 
 

@@ -154,7 +154,7 @@ class LinearisedCase:
             "fit_seconds": self.exact.stats.seconds,
             "fit_steps": self.exact.stats.steps,
             "fit_products": self.exact.stats.products,
-            "fit_relative_bound": float(self.exact.certificate.relative_bound),
+            "fit_relative_bound": self.exact.certificate.relative_bound,
             "fit_notes": list(self.exact.stats.notes),
             "parameter_gap": fidelity.parameter_gap,
             "descent_to_optimum": metrics.relative_distance(

@@ -134,7 +134,7 @@ class InfiniteCase:
         options: dict[str, dict[str, Any]] = {
             PAPER: {"solver": PaperCG(self.config.cg_steps, self.config.cg_rtol)},
             ONE_STEP: {},
-            ITERATED: {"until": self.config.until * float(self.exact.certificate.parameter_norm)},
+            ITERATED: {"until": self.config.until * self.exact.certificate.parameter_norm},
         }
         estimates = {name: self._estimate(base, f, y, option) for name, option in options.items()}
         loss_before = self.loss.value(f, y)

@@ -101,7 +101,7 @@ class LinearCase:
             "dual_against_parameter_space": metrics.relative_distance(
                 found[ONE_STEP], found[PARAMETER]
             ),
-            "retrained_bound": float(retrained.certificate.relative_bound),
+            "retrained_bound": retrained.certificate.relative_bound,
             "accuracy": {
                 name: accuracies(self.model, p, points, gone, linearised=True)
                 for name, p in (found | {RETRAINED: target}).items()

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
+from .._compile import jit
 from .._progress import ProgressFn
 from .._tiles import DEFAULT_TILE_BYTES, fill_kernel
 from ._branches import Serial, Sum
@@ -321,7 +322,7 @@ def _self_stage(net: Network, x: Array) -> tuple[VectorPairs, Any]:
     return end, (q, records)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jit, static_argnums=0)
 def _pack_points(net: Network, x: Array) -> Array:
     """Inputs and records as one row per point: what pairs need, computed once per point."""
     _, records = _self_stage(net, x)
@@ -349,7 +350,7 @@ def _unpack_points(net: Network, shape: tuple[int, ...], rows: Array) -> tuple[A
     return parts[0].reshape(n, *shape), jax.tree.unflatten(tree, leaves)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@partial(jit, static_argnums=(0, 1, 2, 3))
 def _cross(
     net: Network, kind: str, shape: tuple[int, ...], block: int, rows1: Array, rows2: Array
 ) -> Array:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._compile import jit
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
 from ._params import Split, split_params, widen
@@ -28,14 +29,14 @@ class Prepared:
 
     def __init__(self, single: Any, batched: Any, split: Split, shapes: Any, plan: Plan) -> None:
         leaves, rest, point = shapes
-        self.plan, self._batched, self._checked = plan, jax.jit(batched), False
+        self.plan, self._batched, self._checked = plan, jit(batched), False
         self.report = make_report(plan, split, read_uses(single, leaves, rest, point))
         self.feature_bytes = feature_bytes(plan, leaves, rest, point)
         self.workspace_bytes = workspace_bytes(plan)
-        self._features = jax.jit(partial(make_features, plan), static_argnames="chunk")
+        self._features = jit(partial(make_features, plan), static_argnames="chunk")
         tile = partial(contract, dtype=plan.dtype, precision=plan.precision)
-        self.tile = jax.jit(tile, static_argnames="traced")
-        self.tile_at = jax.jit(
+        self.tile = jit(tile, static_argnames="traced")
+        self.tile_at = jit(
             lambda f1, f2, i, j, traced: tile(
                 take_points(f1, i), take_points(f2, j), traced=traced
             ),

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._compile import jit
 from ._params import Split, split_params
 from ._plan import precision_name
 from ._prepare import as_inputs, check_outputs, num_points
@@ -107,7 +108,7 @@ def _push(fn: Callable[..., Any], leaves: Any, tangent: Any) -> Array:
     return jax.linear_transpose(lambda v: pull(v)[0], outputs)(tangent)[0]
 
 
-_jitted = jax.jit(_product, static_argnums=(0, 1, 2, 3))
+_jitted = jit(_product, static_argnums=(0, 1, 2, 3))
 
 
 def _batches(x: Any, size: int) -> Array:

@@ -119,6 +119,13 @@ def trace_program(fn: Callable[..., Any], *args: Any) -> Program:
     return program
 
 
+def largest_activation(fn: Callable[..., Any], x: Any) -> int:
+    """Bytes of the largest array on the way from `x` to `fn(x)`."""
+    program = trace_program(fn, x)
+    slots = program.dependents(program.inputs)
+    return max(program.size(s) * program.avals[s].dtype.itemsize for s in slots)
+
+
 def _slot(program: Program, env: dict[Any, int], atom: Any) -> int:
     if isinstance(atom, jex_core.Literal):
         return program.constant(atom.aval, atom.val)

@@ -7,12 +7,10 @@ $$\mathbf{H}\,\Delta\theta = \tfrac{|D_f|}{|D|}\,\nabla L_{D_f}(\theta^\star),\q
 iteration of conjugate gradients.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from .._checks import check_finite, check_ridge, check_rows
+from .._compile import filter_jit
 from .._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from .._fitted import OnFailure
 from .._linearize import Linearized
@@ -89,7 +88,7 @@ def influence(
     edits = [edit] if isinstance(edit, AbstractEdit) else list(edit)
     edited = apply_edits(edits, data, loss, num_outputs)
     pull, ridge_pull, rule = _right_hand_side(edits, data, edited)
-    sized = _with_batches(model, edited.num_points, batch_size)
+    sized = _with_batches(model, edited.x, batch_size)
     dtype = model.dtype
     result, residual, delta, curvature = _solve(
         sized,
@@ -134,7 +133,7 @@ def _right_hand_side(
     return gone / kept, float(gone.sum() / kept), "removal by eq. 1"
 
 
-@eqx.filter_jit
+@filter_jit
 def _solve(
     model: Linearized,
     params: PyTree,
@@ -160,7 +159,7 @@ def _solve(
         moved = moved_params(model, params)
         b_tree = jax.tree.map(lambda g, d: g + ridge_pull * ridge * d, loss_part, moved)
         b, unravel = ravel_pytree(b_tree)
-        rows = make_rows(x, targets, weights, f, model.batch_size)
+        rows = make_rows(x, targets, weights, f, model.batch(x))
 
         def hess_mv(v: Array) -> tuple[Array, Array]:
             curved, _ = ravel_pytree(product(tangent, loss, rows, unravel(v)))
@@ -174,13 +173,12 @@ def _solve(
     return result, residual, unravel(result.x), curvature
 
 
-def _with_batches(model: Linearized, num_points: int, batch_size: int | None) -> Linearized:
-    """The model with batches of equal size, at most `batch_size`, so that little is padding."""
-    size = model.batch_size if batch_size is None else batch_size
-    if size < 1:
-        raise ValueError(f"influence: batch_size must be at least 1, got {size}.")
-    num_batches = math.ceil(num_points / size)
-    return replace(model, batch_size=math.ceil(num_points / num_batches))
+def _with_batches(model: Linearized, x: Array, batch_size: int | None) -> Linearized:
+    """The model with the size of its batches fixed: as asked, or its own."""
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"influence: batch_size must be at least 1, got {batch_size}.")
+    sized = model if batch_size is None else replace(model, batch_size=batch_size)
+    return replace(model, batch_size=sized.batch(x))
 
 
 def _check_params(model: Linearized, params: PyTree) -> PyTree:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._checks import check_finite, check_queries
+from .._compile import filter_jit
 from .._edits import TrainingSet
 from .._linearize import Linearized
 from .._newton import Stats
@@ -111,7 +112,7 @@ def moved_params(model: Linearized, params: PyTree) -> PyTree:
     return jax.tree.map(jnp.subtract, theta, theta_0)
 
 
-@eqx.filter_jit
+@filter_jit
 def _push(model: Linearized, x: Array, tangent: PyTree) -> Float[Array, "n c"]:
     with jax.default_matmul_precision(PRECISION):
         return model.jvp(x, tangent)

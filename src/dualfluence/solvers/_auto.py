@@ -19,6 +19,9 @@ DIRECT_SIZE = 1024
 """Up to this size of the factorised matrix a direct solve is both exact and quick."""
 
 
+_CG, _CHOLESKY = CG(), Cholesky()
+
+
 class Choice(NamedTuple):
     """A solver and the reason for it, in words."""
 
@@ -36,15 +39,15 @@ class Auto(eqx.Module):
         n, c = op.num_points, op.num_outputs
         if op.layout.sharding is not None:
             devices = op.layout.num_devices
-            return Choice(CG(), f"rows on {devices} devices: CG, as a factor would gather K")
+            return Choice(_CG, f"rows on {devices} devices: CG, as a factor would gather K")
         if not op.in_memory:
-            return Choice(CG(), "K is on disk: one pass over it per iteration")
+            return Choice(_CG, "K is on disk: one pass over it per iteration")
         if isinstance(op, LowRankOperator):
-            return Choice(Cholesky(), f"low rank {op.features.shape[2]}: Woodbury on that side")
+            return Choice(_CHOLESKY, f"low rank {op.features.shape[2]}: Woodbury on that side")
         size, what = (n, "n") if isinstance(op, KroneckerOperator) else (n * c, "n·c")
         if size <= self.direct_size:
-            return Choice(Cholesky(), f"{what} = {size} ≤ {self.direct_size}: direct and exact")
-        return Choice(CG(), f"{what} = {size} > {self.direct_size}: one read of K per iteration")
+            return Choice(_CHOLESKY, f"{what} = {size} ≤ {self.direct_size}: direct and exact")
+        return Choice(_CG, f"{what} = {size} > {self.direct_size}: one read of K per iteration")
 
 
 def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> Choice:

@@ -4,6 +4,7 @@ $$(\lambda I + WK)\,\Delta\alpha = b,\qquad W = RR^\top .$$
 """
 
 import abc
+from functools import lru_cache
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -44,7 +45,13 @@ class AbstractDualSolver(eqx.Module):
 
     def describe(self, op: AbstractKernelOperator) -> str:
         """The solver and why it was chosen, for reports."""
-        return repr(self)
+        return _name(self)
+
+
+@lru_cache(maxsize=64)
+def _name(solver: AbstractDualSolver) -> str:
+    """Pretty-printing takes as long as a small solve: once per solver."""
+    return repr(solver)
 
 
 def relative_residual(

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._compile import filter_jit
 from .._problem import Problem, State
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator
 from ._cg import CGResult, conjugate_gradients
@@ -129,7 +130,7 @@ def _forget_gradient(
     return op.mv(gone * before.loss_grad(state)) + mass * before.ridge * op.mv(state.alpha)
 
 
-@eqx.filter_jit
+@filter_jit
 def _reduced_rhs(
     op: AbstractKernelOperator,
     before: Problem,
@@ -146,7 +147,7 @@ def _reduced_rhs(
     return (_forget_gradient(op, before, after, state) - h_delta)[keep]
 
 
-@eqx.filter_jit
+@filter_jit
 def _reduced_cg(
     K_rr: AbstractKernelOperator,
     after: Problem,
@@ -167,7 +168,7 @@ def _reduced_cg(
     return conjugate_gradients(mv, rhs, rtol=rtol, max_steps=max_steps)
 
 
-@eqx.filter_jit
+@filter_jit
 def _full_cg(
     op: AbstractKernelOperator,
     before: Problem,
@@ -187,7 +188,7 @@ def _full_cg(
     return conjugate_gradients(mv, rhs, rtol=rtol, max_steps=max_steps)
 
 
-@eqx.filter_jit
+@filter_jit
 def _direct(
     K: Float[Array, "m m"], before: Problem, after: Problem, state: State, keep: Array, gone: Array
 ) -> Float[Array, "r c"]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._compile import filter_jit
 from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator
 
@@ -56,7 +57,7 @@ class SpectralPreconditioner(AbstractPreconditioner):
         return apply
 
 
-@eqx.filter_jit
+@filter_jit
 def spectral_preconditioner(
     op: AbstractKernelOperator, rank: int, key: PRNGKeyArray, power_steps: int = 1
 ) -> SpectralPreconditioner:
