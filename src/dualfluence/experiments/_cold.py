@@ -1,8 +1,9 @@
-"""Cold runtime: first calls in a process of their own, compilation included.
+"""Cold runtime: first calls in a new process, compilation included.
 
-Starting Python, initialising the device and
-loading the trained state with its kernel are not counted; compiled functions are dropped before
-each method, so that none profits from another's.
+Starting Python, initialising the device's libraries and loading the trained state with its kernel
+are not counted. Compiled functions are dropped before each method. What the compiler remembers
+beyond that (which variant of a product is fastest) favours the methods that come later, so ours come
+first.
 """
 
 import json
@@ -21,11 +22,22 @@ from .._io import load
 from .._linearize import linearize
 from ._common import make_network, timed
 from ._config import Architecture, Row
-from ._methods import PAPER_RELEASED, Settings, make_methods, make_released
+from ._methods import (
+    ITERATED,
+    ONE_STEP,
+    PAPER,
+    PAPER_RELEASED,
+    PARAMETER,
+    SHARDED,
+    Settings,
+    make_methods,
+    make_released,
+)
 
 STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
 REQUEST, ANSWER = "request.json", "answer.json"
 TIMEOUT_SECONDS = 1800.0
+ORDER = (ONE_STEP, ITERATED, PAPER, SHARDED, PARAMETER, PAPER_RELEASED)
 
 
 def measure(
@@ -81,14 +93,22 @@ def main() -> None:
         if request["released"]:
             slow = make_released(fitted, trained, Settings(**request["settings"]))
             methods[PAPER_RELEASED] = slow[PAPER_RELEASED]
-        ones = jnp.ones((64, 64))
-        jax.block_until_ready((fitted.kernel_op, ones @ ones))
+        jax.block_until_ready((fitted.kernel_op, _initialise_libraries()))
         gone = np.asarray(request["gone"])
         seconds = {}
-        for name, method in methods.items():
+        for name in [n for n in ORDER if n in methods]:
             jax.clear_caches()
-            seconds[name] = timed(lambda m=method: m(gone)[0])[1]
+            seconds[name] = timed(lambda m=methods[name]: m(gone)[0])[1]
     (folder / ANSWER).write_text(json.dumps({"cold_seconds": seconds}))
+
+
+def _initialise_libraries() -> Any:
+    """A small product, factor, solve and convolution: each loads a library of the device."""
+    eye = jnp.eye(64)
+    factor = jnp.linalg.cholesky(eye @ eye)
+    image = jnp.ones((1, 1, 8, 8))
+    solved = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
+    return solved, jax.lax.conv(image, image[..., :3, :3], (1, 1), "SAME")
 
 
 def _input_shape(folder: Path) -> tuple[int, ...]:
