@@ -1,5 +1,6 @@
 """The certificate is never below the true distance, and the check that says so can fail."""
 
+import equinox as eqx
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -8,6 +9,7 @@ import cases
 import dualfluence as dfl
 import oracles
 import problems
+from dualfluence.solvers import AbstractDualSolver
 
 N, C, P = 12, 2, 30
 EXAMPLES = 200
@@ -87,3 +89,25 @@ def test_float32_bound_covers_the_distance_to_the_float64_truth():
         true = cases.retrain(p, cases.without(p, [0, 1, 2]))
         distance = np.linalg.norm(np.asarray(update.params(), float) - true)
         assert distance <= float(update.certificate.distance_bound)
+
+
+class Drifting(AbstractDualSolver):
+    """Solves well, but misreports the product with `K` by a part in a million."""
+
+    def solve(self, *args, **options):
+        solution = dfl.CG().solve(*args, **options)
+        return eqx.tree_at(lambda s: s.k_value, solution, solution.k_value * (1 + 1e-6))
+
+
+def test_certificate_comes_from_a_product_of_its_own():
+    """A running `Kα` that has drifted makes the loop go on; it never enters the certificate."""
+    p = problems.linear_problem(N, C, P, "softmax", ridge=0.02)
+    fitted = cases.fit(p, solver=Drifting())
+    assert fitted.certificate.relative_bound <= 1e-10
+    true = cases.retrain(p, p.sample_weights)
+    distance = np.linalg.norm(np.asarray(fitted.params()) - true)
+    assert distance <= 1e-10 * np.linalg.norm(true) + 1e-13
+    gone = [0, 5]
+    update = fitted.edit(dfl.Remove(gone), until=1e-9, solver=Drifting())
+    true = cases.retrain(p, cases.without(p, gone))
+    assert np.linalg.norm(np.asarray(update.params()) - true) <= 1e-9

@@ -153,18 +153,14 @@ def fit(
     if facts["at_floor"] and not facts["converged"]:
         facts["converged"] = True
         notes += (f"stopped at the rounding floor of {dtype}, short of tolerance {limit:.1e}",)
-    # A fresh product with K, so that no drift of the running sum enters later edits.
-    state = State(point.state.alpha, op_mv(op, point.state.alpha))
-    point = inspect_jit(op, problem, state, diagonal)
-    facts["products"] += 2 + sketched.products
+    facts["products"] += sketched.products
     notes += sketched.notes
     stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
-    certificate = point.norms.certificate(float(ridge))
-    check_outcome(stats, on_failure, "fit", certificate, dtype)
+    check_outcome(stats, on_failure, "fit", facts["certificate"], dtype)
     return Fitted(
         source=source,
         data=data,
-        state=state,
+        state=point.state,
         reference=None,
         loss=loss,
         ridge=float(ridge),
@@ -172,7 +168,7 @@ def fit(
         offset=offset,
         kernel_diagonal=diagonal,
         preconditioner=preconditioner,
-        certificate=certificate,
+        certificate=facts["certificate"],
         stats=stats,
     )
 
