@@ -136,7 +136,7 @@ class Fitted(DualModel):
             facts["certificate"] = point.norms.certificate(base.ridge)
             choice, reason = repr(solver), "asked for"
         else:
-            picked = resolve(solver or AUTO, base.kernel_op)
+            picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
             choice, reason = picked.solver.describe(base.kernel_op), picked.reason
             point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
         stats = make_stats(facts, clock.stop(point), choice, reason)
@@ -159,7 +159,7 @@ class Fitted(DualModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
-        picked = resolve(solver or AUTO, base.kernel_op)
+        picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
         shape = (base.data.num_points, base.num_outputs)
         zero = base.layout.place(np.zeros(shape, base.offset.dtype))
         problem = base.problem(data)

@@ -1,6 +1,7 @@
 from ._base import AbstractKernelOperator as AbstractKernelOperator
 from ._dense import DenseOperator as DenseOperator
 from ._dense import KroneckerOperator as KroneckerOperator
+from ._dense import take_block as take_block
 from ._implicit import LowRankOperator as LowRankOperator
 from ._implicit import MatrixFreeOperator as MatrixFreeOperator
 from ._mixed import MixedOperator as MixedOperator

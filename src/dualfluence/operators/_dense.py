@@ -1,10 +1,12 @@
 """Dense `K` and Kronecker `Σ ⊗ I`."""
 
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from ._base import HIGHEST, AbstractKernelOperator
@@ -83,3 +85,10 @@ class KroneckerOperator(AbstractKernelOperator):
 
     def dense(self) -> Float[Array, "nc nc"]:
         return jnp.kron(self.matrix, jnp.eye(self.c, dtype=self.matrix.dtype))
+
+
+def take_block(op: DenseOperator | KroneckerOperator, rows: Any) -> AbstractKernelOperator:
+    """`K` between the points at `rows`, a copy."""
+    if isinstance(op, DenseOperator):
+        rows = (rows[:, None] * op.c + np.arange(op.c, dtype=np.int32)).reshape(-1)
+    return replace(op, matrix=op.matrix[jnp.ix_(rows, rows)])

@@ -6,6 +6,7 @@ from ._base import Solution as Solution
 from ._cg import CG as CG
 from ._cg import conjugate_gradients as conjugate_gradients
 from ._cholesky import Cholesky as Cholesky
+from ._gathered import Gathered as Gathered
 from ._paper import AbstractPaperForm as AbstractPaperForm
 from ._paper import PaperCG as PaperCG
 from ._paper import PaperDirect as PaperDirect

@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 import equinox as eqx
+import numpy as np
 
 from ..operators import (
     AbstractKernelOperator,
+    DenseOperator,
     KroneckerOperator,
     LowRankOperator,
     MixedOperator,
@@ -13,11 +15,15 @@ from ..operators import (
 from ._base import AbstractDualSolver
 from ._cg import CG
 from ._cholesky import Cholesky
+from ._gathered import Gathered, rows_that_count
 from ._refined import Refined
 
 DIRECT_SIZE = 1024
 """Up to this size of the factorised matrix a direct solve is both exact and quick."""
 
+
+GATHER_SIZE = 1024
+"""Up to this size of the matrix a block of it is not worth another compilation."""
 
 _CG, _CHOLESKY = CG(), Cholesky()
 
@@ -34,9 +40,9 @@ class Auto(eqx.Module):
 
     direct_size: int = eqx.field(static=True, default=DIRECT_SIZE)
 
-    def choose(self, op: AbstractKernelOperator) -> Choice:
-        """The solver for this operator."""
-        n, c = op.num_points, op.num_outputs
+    def choose(self, op: AbstractKernelOperator, num_points: int | None = None) -> Choice:
+        """The solver for this operator, or for a block of it with so many points."""
+        n, c = num_points or op.num_points, op.num_outputs
         if op.layout.sharding is not None:
             devices = op.layout.num_devices
             return Choice(_CG, f"rows on {devices} devices: CG, as a factor would gather K")
@@ -50,11 +56,24 @@ class Auto(eqx.Module):
         return Choice(_CG, f"{what} = {size} > {self.direct_size}: one read of K per iteration")
 
 
-def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> Choice:
-    """`Auto` resolved, anything else as asked; refined where `K` is in mixed precision."""
+def resolve(
+    solver: "Auto | AbstractDualSolver",
+    op: AbstractKernelOperator,
+    weights: np.ndarray | None = None,
+) -> Choice:
+    """`Auto` resolved, anything else as asked; refined where `K` is in mixed precision.
+
+    `weights` are those of the points, if known: where most are zero, a solve on the others' block.
+    """
     if isinstance(op, MixedOperator):
-        solver, reason = resolve(solver, op.op)
+        solver, reason = resolve(solver, op.op, weights)
         return Choice(Refined(solver), reason)
+    rows = None if weights is None else _rows_to_gather(op, weights)
+    if rows is not None:
+        auto = isinstance(solver, Auto)
+        inner = solver.choose(op, rows.size) if auto else Choice(solver, "asked for")
+        share = f"{rows.size} of {op.num_points} points hold all that have a weight"
+        return Choice(Gathered(inner.solver, rows), f"{share}; {inner.reason}")
     if isinstance(solver, Auto):
         return solver.choose(op)
     if isinstance(solver, Cholesky) and op.layout.sharding is not None:
@@ -63,3 +82,8 @@ def resolve(solver: "Auto | AbstractDualSolver", op: AbstractKernelOperator) -> 
             "gather them in one place. Use CG() or Auto(), or fit without mesh."
         )
     return Choice(solver, "asked for")
+
+
+def _rows_to_gather(op: AbstractKernelOperator, weights: np.ndarray) -> np.ndarray | None:
+    held = isinstance(op, (DenseOperator, KroneckerOperator))
+    return rows_that_count(weights) if held and op.matrix.shape[0] > GATHER_SIZE else None

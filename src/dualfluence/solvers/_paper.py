@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from .._compile import filter_jit
 from .._problem import Problem, State
-from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator
+from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, take_block
 from ._cg import CGResult, conjugate_gradients
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -112,12 +112,8 @@ def _retained_mass(before: Problem, keep: np.ndarray) -> float:
 
 
 def _slice(op: AbstractKernelOperator, keep: np.ndarray) -> AbstractKernelOperator:
-    if isinstance(op, KroneckerOperator):
-        block = op.matrix[jnp.ix_(keep, keep)]
-        return KroneckerOperator(block, op.num_outputs, op.precision)
-    c = op.num_outputs
-    rows = (keep[:, None] * c + np.arange(c)).reshape(-1)
-    return DenseOperator(op.dense()[jnp.ix_(rows, rows)], c)
+    held = isinstance(op, (DenseOperator, KroneckerOperator))
+    return take_block(op if held else DenseOperator(op.dense(), op.num_outputs), keep)
 
 
 def _forget_gradient(

@@ -1,0 +1,96 @@
+"""Where most points are gone, the solve on the others' block is the solve on all of `K`."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import dualfluence as dfl
+import problems
+from dualfluence import _newton
+from dualfluence.solvers import _auto
+from dualfluence.solvers._gathered import rows_that_count
+
+N, C = 20, 3
+REMOVALS = {"50 %": np.arange(0, 20, 2), "90 %": np.arange(2, 20), "all but one": np.arange(19)}
+
+
+def _fitted(kernel, loss_name, **options):
+    p = problems.linear_problem(N, C, 40, loss_name, ridge=0.05, weighted=True)
+    if kernel == "dense":
+        return cases.fit(p, **options)
+    J = np.random.default_rng(3).normal(size=(N, 30))
+    settings = {"ridge": p.ridge, "weights": p.sample_weights, "num_outputs": C, "progress": False}
+    return dfl.fit(J @ J.T, None, p.y, loss=cases.LOSSES[loss_name], **settings, **options)
+
+
+def _edit(fitted, monkeypatch, size, gone, **options):
+    monkeypatch.setattr(_auto, "GATHER_SIZE", size)
+    return fitted.edit(dfl.Remove(gone), **options)
+
+
+@pytest.mark.parametrize("gone", REMOVALS.values(), ids=REMOVALS.keys())
+@pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=repr)
+@pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
+@pytest.mark.parametrize("kernel", ["dense", "kronecker"])
+def test_block_gives_the_same_step(monkeypatch, kernel, loss_name, solver, gone):
+    fitted = _fitted(kernel, loss_name)
+    whole = _edit(fitted, monkeypatch, 10**6, gone, solver=solver)
+    block = _edit(fitted, monkeypatch, 0, gone, solver=solver)
+    assert "of 20 points" in block.stats.solver and "of 20 points" not in whole.stats.solver
+    assert cases.relative(block.delta_alpha, whole.delta_alpha) < 1e-9
+    assert cases.relative(block.outputs, whole.outputs) < 1e-9
+    # For squared error both are at the optimum, where the bound is rounding alone.
+    if loss_name != "squared":
+        bounds = block.certificate.distance_bound, whole.certificate.distance_bound
+        np.testing.assert_allclose(*bounds, rtol=1e-6)
+
+
+def test_iterated_steps_reach_retraining_on_the_block(monkeypatch):
+    p = problems.linear_problem(N, C, 40, "softmax", ridge=0.05)
+    gone = REMOVALS["90 %"]
+    update = _edit(cases.fit(p), monkeypatch, 0, gone, until=1e-10)
+    want = cases.retrain(p, cases.without(p, gone))
+    assert "of 20 points" in update.stats.solver
+    assert np.linalg.norm(np.asarray(update.params()) - want) <= 1e-10
+
+
+def test_refined_solves_gather_too(monkeypatch):
+    p = problems.linear_problem(N, C, 40, "softmax", ridge=0.05)
+    fitted = cases.fit(p, dtype=jnp.float32, refine=True)
+    gone = REMOVALS["90 %"]
+    whole = _edit(fitted, monkeypatch, 10**6, gone, solver=dfl.CG())
+    block = _edit(fitted, monkeypatch, 0, gone, solver=dfl.CG())
+    assert "of 20 points" in block.stats.solver and "refined" in block.stats.solver
+    assert cases.relative(block.delta_alpha, whole.delta_alpha) < 1e-9
+
+
+def test_later_requests_of_like_size_compile_nothing(monkeypatch):
+    p = problems.linear_problem(23, C, 40, "softmax", ridge=0.05)  # a shape of its own
+    fitted = cases.fit(p)
+    rng = np.random.default_rng(0)
+    for count in (12, 18):
+        gone = [np.sort(rng.choice(23, size, replace=False)) for size in (count, count, count + 1)]
+        _edit(fitted, monkeypatch, 0, gone[0])
+        before = _newton.COUNTERS["traces"]
+        for again in gone[1:]:
+            _edit(fitted, monkeypatch, 0, again)
+        assert _newton.COUNTERS["traces"] == before
+
+
+def test_rows_hold_every_weight_and_come_in_halves():
+    weights = np.ones(100)
+    assert rows_that_count(weights) is None
+    weights[:49] = 0
+    assert rows_that_count(weights) is None
+    for count, size in ((50, 50), (75, 25), (76, 25), (99, 1)):
+        weights[:count] = 0
+        rows = rows_that_count(weights)
+        assert rows is not None and rows.size == size == np.unique(rows).size
+        assert np.isin(np.flatnonzero(weights), rows).all()
+
+
+def test_small_kernels_are_left_whole():
+    fitted = _fitted("dense", "softmax")
+    update = fitted.edit(dfl.Remove(REMOVALS["90 %"]))
+    assert "points" not in update.stats.solver
