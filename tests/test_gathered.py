@@ -37,7 +37,8 @@ def test_block_gives_the_same_step(monkeypatch, kernel, loss_name, solver, gone)
     fitted = _fitted(kernel, loss_name)
     whole = _edit(fitted, monkeypatch, 10**6, gone, solver=solver)
     block = _edit(fitted, monkeypatch, 0, gone, solver=solver)
-    assert "of 20 points" in block.stats.solver and "of 20 points" not in whole.stats.solver
+    assert "of 20 points" in block.stats.solver
+    assert "of 20 points" not in whole.stats.solver
     assert cases.relative(block.delta_alpha, whole.delta_alpha) < 1e-9
     assert cases.relative(block.outputs, whole.outputs) < 1e-9
     # For squared error both are at the optimum, where the bound is rounding alone.
@@ -61,7 +62,8 @@ def test_refined_solves_gather_too(monkeypatch):
     gone = REMOVALS["90 %"]
     whole = _edit(fitted, monkeypatch, 10**6, gone, solver=dfl.CG())
     block = _edit(fitted, monkeypatch, 0, gone, solver=dfl.CG())
-    assert "of 20 points" in block.stats.solver and "refined" in block.stats.solver
+    assert "of 20 points" in block.stats.solver
+    assert "refined" in block.stats.solver
     assert cases.relative(block.delta_alpha, whole.delta_alpha) < 1e-9
 
 
@@ -86,7 +88,8 @@ def test_rows_hold_every_weight_and_come_in_halves():
     for count, size in ((50, 50), (75, 25), (76, 25), (99, 1)):
         weights[:count] = 0
         rows = rows_that_count(weights)
-        assert rows is not None and rows.size == size == np.unique(rows).size
+        assert rows is not None
+        assert rows.size == size == np.unique(rows).size
         assert np.isin(np.flatnonzero(weights), rows).all()
 
 
