@@ -19,6 +19,7 @@ from ._edits import Replace as Replace
 from ._edits import Reweight as Reweight
 from ._fit import fit as fit
 from ._fit import from_trained as from_trained
+from ._fit import kernel_operator as kernel_operator
 from ._fitted import Fitted as Fitted
 from ._fitted import Update as Update
 from ._gradient_descent import Descent as Descent

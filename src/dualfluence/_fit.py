@@ -124,7 +124,7 @@ def fit(
     **Returns:** `Fitted`.
     """
     clock = Clock()
-    source = _placed(as_source(model), mesh)
+    source = _placed(as_source(model), _mesh_of(kernel_op) if mesh is None else mesh)
     setup = _prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
     setup = _with_precision(setup, loss, y, refine, precision)
     data, op, offset, notes = setup
@@ -171,6 +171,35 @@ def fit(
         certificate=facts["certificate"],
         stats=stats,
     )
+
+
+def kernel_operator(
+    model: Any,
+    x: Any,
+    *,
+    num_outputs: int | None = None,
+    form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
+    progress: bool | ProgressFn = True,
+) -> AbstractKernelOperator:
+    """`K` on these points, to be multiplied with or given to `fit(kernel_op=...)`.
+
+    **Arguments:**
+
+    - `model`, `form`: as in `fit`.
+    - `num_outputs`: `c` for a kernel without a network; 1 by default.
+    - `mesh`: devices that share the rows; each computes its own, and none ever holds more.
+    """
+    source = _placed(as_source(model), mesh)
+    features = jnp.asarray(x)
+    check_finite("x", features)
+    network = source.network
+    c = network.apply_shape(features)[1] if network is not None else num_outputs or 1
+    dtype = network.dtype if network is not None else jnp.result_type(float)
+    form, _ = _choose_form(source, form, features.shape[0], c, dtype)
+    op = source.operator(features, c, form=form, progress=progress)
+    check_kernel(op)
+    return op
 
 
 def from_trained(
@@ -376,6 +405,11 @@ def _at_precision(
     v = op.layout.place(probe.astype(op.dtype))
     exact = op_mv(op, v)
     return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
+
+
+def _mesh_of(op: AbstractKernelOperator | None) -> Mesh | None:
+    sharding = None if op is None else op.layout.sharding
+    return sharding.mesh if sharding is not None and isinstance(sharding.mesh, Mesh) else None
 
 
 def _placed(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> AbstractSource:

@@ -6,11 +6,12 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ._checks import check_queries
 from ._edits import AbstractEdit, TrainingSet, apply_edits
-from ._layout import Layout
+from ._layout import Device, Layout, as_mesh, on_mesh
 from ._newton import (
     Clock,
     NotConverged,
@@ -25,6 +26,7 @@ from ._newton import (
     op_diagonal,
     op_mv,
 )
+from ._placement import ShardedSource, spread
 from ._problem import Certificate, Problem, State
 from ._progress import ProgressFn
 from ._readout import DualModel
@@ -100,6 +102,7 @@ class Fitted(DualModel):
         until: float | None = None,
         solver: AbstractDualSolver | Auto | AbstractPaperForm | None = None,
         rtol: float | None = None,
+        mesh: Mesh | Sequence[Device] | None = None,
         on_failure: OnFailure = "raise",
         progress: bool | ProgressFn = True,
     ) -> "Update":
@@ -115,6 +118,7 @@ class Fitted(DualModel):
         - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
         - `solver`: `Auto`, `Cholesky`, `CG`, or one of the paper's forms (one step, removal only).
         - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
+        - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
         - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
 
         **Returns:** an `Update`.
@@ -125,7 +129,7 @@ class Fitted(DualModel):
             raise ValueError(f"edit: until must be a positive distance, got {until}.")
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
-        base = self._extended(data, progress)
+        base = (self if mesh is None else self.on(mesh))._extended(data, progress)
         problem = base.problem(data)
         tol = default_rtol(base.state.alpha.dtype) if rtol is None else rtol
         if isinstance(solver, AbstractPaperForm):
@@ -184,6 +188,32 @@ class Fitted(DualModel):
         )
         check_outcome(stats, on_failure, "retrain", facts["certificate"], zero.dtype)
         return base._updated(data, point, facts["certificate"], stats)
+
+    def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":
+        """The same model with the rows of `K` and of every `(n, c)` array spread over devices.
+
+        For a model on one device, e.g. one that was loaded; `fit(mesh=...)` never holds all of `K`
+        in one place to begin with.
+        """
+        if self.layout.sharding is not None:
+            raise ValueError(
+                f"on: the rows are on {self.layout.num_devices} devices already. Fit again with "
+                "mesh=... to use others."
+            )
+        mesh = as_mesh(mesh)
+        layout = on_mesh(self.data.num_points, mesh)
+        op, pre = spread(self.kernel_op, layout), self.preconditioner
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(layout.place(pre.features))
+        return replace(
+            self,
+            source=ShardedSource(self.source, mesh),
+            kernel_op=op,
+            state=State(layout.place(self.state.alpha), layout.place(self.state.k_alpha)),
+            offset=layout.place(self.offset, "last"),
+            kernel_diagonal=op_diagonal(op),
+            preconditioner=pre,
+        )
 
     def _updated(
         self, data: TrainingSet, point: Point, certificate: Certificate, stats: Stats

@@ -88,8 +88,9 @@ class Linearized(eqx.Module):
         theta, frozen = self.split(self.params)
 
         def pull(xb: Array, vb: Array) -> PyTree:
-            _, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xb), theta)
-            return back(vb)[0]
+            f, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xb), theta)
+            # Dual variables of a refined fit are wider than the network.
+            return back(vb.astype(f.dtype))[0]
 
         def add(total: PyTree, batch: tuple[Array, Array]) -> tuple[PyTree, None]:
             return jax.tree.map(jnp.add, total, pull(*batch)), None

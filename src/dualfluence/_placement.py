@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from .operators import (
     BorderedOperator,
     DenseOperator,
     KroneckerOperator,
+    MatrixFreeOperator,
     MixedOperator,
     ShardedMatrixFreeOperator,
     ShardedOperator,
@@ -96,6 +98,30 @@ class ShardedSource(AbstractSource):
         rows, cols = old.expand(np.asarray(x)), new.expand(np.asarray(x_new))
         cross = _blocks(self.inner, rows, cols, c, old, progress)
         return BorderedOperator(op, cross, _square(self.inner, cols, c, new, progress))
+
+
+def spread(op: AbstractKernelOperator, layout: Layout) -> AbstractKernelOperator:
+    """`K` held on one device with its rows moved to those of `layout`."""
+    if isinstance(op, MixedOperator):
+        return MixedOperator(spread(op.op, layout))
+    if isinstance(op, MatrixFreeOperator):
+        rows = layout.place(op.x, "last")
+        return ShardedMatrixFreeOperator(op.model, rows, op.num_outputs, layout)
+    if not isinstance(op, (DenseOperator, KroneckerOperator)):
+        raise ValueError(
+            f"on: a {type(op).__name__} cannot be moved to other devices. Fit again with mesh=..., "
+            "which computes every row where it belongs."
+        )
+    each = op.matrix.shape[0] // op.num_points
+    points = layout.expand(np.arange(op.num_points))
+    flat = (points[:, None] * each + np.arange(each)).reshape(points.size, each)
+
+    def take(device: Device, index: slice, report: bool | ProgressFn) -> Array:
+        return op.matrix[flat[index].reshape(-1)][:, flat.reshape(-1)]
+
+    parts = _on_each_device(take, layout, False)
+    matrix = jax.make_array_from_single_device_arrays((flat.size, flat.size), _rows(layout), parts)
+    return ShardedOperator(replace(op, matrix=matrix), layout)
 
 
 def _square(

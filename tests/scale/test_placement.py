@@ -83,6 +83,27 @@ def test_no_device_holds_more_than_its_share(placed, devices, request):
         assert held == total // devices, kind
 
 
+@pytest.mark.slow
+def test_whatever_else_takes_a_mesh(tmp_path):
+    """Trained networks, refined fits, infinite width, retraining, and models moved to a mesh."""
+    outs = tmp_path / "one.npz", tmp_path / "eight.npz"
+    finish(start(outs[0], "--others"))
+    finish(start(outs[1], "--others", "--mesh", devices=DEVICES))
+    want, got = (np.load(out) for out in outs)
+    for name in want.files:
+        # Tiles of a float32 kernel round as their shapes have it; refinement is exact for K as it is.
+        slack = (
+            {"rtol": 1e-4, "atol": 2e-5}
+            if name.startswith("refined")
+            else {"rtol": 1e-10, "atol": 2e-11}
+        )
+        np.testing.assert_allclose(got[name], want[name], err_msg=name, **slack)
+    assert len(want.files) > 40
+    for kind, whole in (("infinite", POINTS**2 * 8), ("moved", (POINTS * 3) ** 2 * 8)):
+        held, _ = got[f"held/{kind}/kernel"]
+        assert 0 < held <= 1.1 * whole / DEVICES, kind
+
+
 def test_layout_pads_and_restores():
     layout = on_mesh(5, jax.devices()[:1]).extended(3)
     padded = Layout(((5, 8), (3, 4)), layout.sharding)

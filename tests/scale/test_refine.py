@@ -80,3 +80,23 @@ def test_cheaper_products_are_measured():
         on_failure="report",
     )
     assert any("DEFAULT precision, off by" in note for note in fitted.stats.notes)
+
+
+def test_refined_fits_of_float32_networks_read_out():
+    """Dual variables in float64, parameters in float32: every read-out goes through."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(12, 4)).astype(np.float32)
+    params = jnp.asarray(rng.normal(size=(4, 3)), jnp.float32)
+    model = dfl.linearize(lambda p, x: jnp.tanh(x) @ p, params)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "progress": False}
+    y = rng.integers(0, 3, 12)
+    fitted = dfl.fit(model, x, y, refine=True, **options)
+    update = fitted.edit(dfl.Remove([0, 3]), until=1e-6)
+    wide = dfl.linearize(lambda p, x: jnp.tanh(x) @ p, params.astype(jnp.float64))
+    want = dfl.fit(wide, x.astype(np.float64), y, **options).edit(dfl.Remove([0, 3]), until=1e-10)
+    assert update.params().dtype == jnp.float32
+    np.testing.assert_allclose(update.params(), want.params(), atol=2e-6)
+    np.testing.assert_allclose(update.predict(x[:5]), want.predict(x[:5]), atol=5e-6)
+    np.testing.assert_allclose(
+        update.delta_loss(x[:5], y[:5]), want.delta_loss(x[:5].astype(float), y[:5]), atol=5e-6
+    )

@@ -1,6 +1,6 @@
 """One program, run on one device, on eight simulated ones, or as one of two processes.
 
-`python worker.py OUT.npz [--mesh] [--process ID --port PORT]` writes every number that the
+`python worker.py OUT.npz [--mesh] [--others] [--process ID --port PORT]` writes every number that the
 results of a fit and of all edits consist of, and what each device holds.
 """
 
@@ -12,6 +12,7 @@ import numpy as np
 parser = argparse.ArgumentParser()
 parser.add_argument("out")
 parser.add_argument("--mesh", action="store_true")
+parser.add_argument("--others", action="store_true")
 parser.add_argument("--process", type=int)
 parser.add_argument("--port", type=int)
 args = parser.parse_args()
@@ -117,10 +118,48 @@ def run(name, model, kinds, **options):
         record(f"{name}/chain/outputs", again.outputs)
 
 
+def run_others():
+    """What else takes a mesh: a trained network, float32 refined, a model moved to it, a bare `K`."""
+    params, x, labels, _, queries = make_data()
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2}
+    gone = dfl.Remove([0, 5, N - 1])
+    moved = jax.tree.map(lambda a: a + 0.01 * jnp.sin(jnp.arange(a.size)).reshape(a.shape), params)
+    trained = dfl.from_trained(
+        dfl.linearize(network, params), moved, x, labels, mesh=MESH, **options
+    )
+    read_out("trained", trained, queries)
+    read_out("trained/remove", trained.edit(gone, rtol=1e-13, solver=dfl.CG()), queries)
+    narrow = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+    model = dfl.linearize(network, narrow)
+    x32 = x.astype(np.float32)
+    refined = {"solver": dfl.CG(), "tolerance": 1e-11, "refine": True, **options}
+    fitted = dfl.fit(model, x32, labels, mesh=MESH, **refined)
+    read_out("refined", fitted, queries)
+    read_out("refined/exact", fitted.edit(gone, until=1e-9), queries)
+    net = dfl.infinite.serial(dfl.infinite.Dense(), dfl.infinite.Relu(), dfl.infinite.Dense())
+    op = dfl.kernel_operator(net, x, num_outputs=C, mesh=MESH)
+    if MESH is not None:
+        shares("infinite/kernel", op.op.matrix)
+    settings = {"solver": dfl.CG(), "tolerance": 1e-12, **options}
+    wide = dfl.fit(net, x, labels, num_outputs=C, kernel_op=op, **settings)
+    read_out("infinite", wide, queries)
+    read_out("infinite/retrain", wide.retrain(gone, tolerance=1e-12), queries)
+    if args.process is None:  # moving a model is for one process
+        alone = dfl.fit(dfl.linearize(network, params), x, labels, rank=40, **settings)
+        update = alone.edit(gone, rtol=1e-13, solver=dfl.CG(), mesh=MESH)
+        read_out("moved", update, queries)
+        record("moved/outputs", update.outputs)
+        if MESH is not None:
+            shares("moved/kernel", update.before.kernel_op.op.matrix)
+
+
 EDITS = ("remove", "relabel", "reweight", "replace", "add")
-run("dense", lambda params: dfl.linearize(network, params), EDITS)
-run("kronecker", lambda params: rbf, ("remove",), num_outputs=C)
-free = {"form": "matrix-free"}
-run("free", lambda params: dfl.linearize(network, params, batch_size=4), ("remove",), **free)
+if args.others:
+    run_others()
+else:
+    run("dense", lambda params: dfl.linearize(network, params), EDITS)
+    run("kronecker", lambda params: rbf, ("remove",), num_outputs=C)
+    free = {"form": "matrix-free"}
+    run("free", lambda params: dfl.linearize(network, params, batch_size=4), ("remove",), **free)
 if args.process in (None, 0):
     np.savez(args.out, **results)
