@@ -40,27 +40,28 @@ def one_device(tmp_path_factory):
     return np.load(out)
 
 
-@pytest.fixture(scope="module")
-def eight_devices(tmp_path_factory):
-    out = tmp_path_factory.mktemp("eight") / "results.npz"
+def on_eight_devices(out):
     finish(start(out, "--mesh", devices=DEVICES))
-    return np.load(out)
 
 
-@pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    out = tmp_path_factory.mktemp("two") / "results.npz"
+def in_two_processes(out):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
     options = [("--mesh", "--port", port, "--process", str(i)) for i in (0, 1)]
     finish(*[start(out, *each, devices=1) for each in options])
-    return np.load(out)
 
 
-@pytest.mark.parametrize("placed", ["eight_devices", "two_processes"])
-def test_same_results_as_one_device(placed, one_device, request):
-    got = request.getfixturevalue(placed)
+@pytest.mark.parametrize(("run", "devices"), [(on_eight_devices, DEVICES), (in_two_processes, 2)])
+def test_same_results_as_one_device_and_no_more_than_its_share(run, devices, one_device, tmp_path):
+    """One test for both: the run takes most of a minute, and workers share no fixtures."""
+    run(tmp_path / "results.npz")
+    got = np.load(tmp_path / "results.npz")
+    check_results(got, one_device)
+    check_shares(got, devices)
+
+
+def check_results(got, one_device):
     names = [name for name in one_device.files if not name.startswith("held/")]
     assert len(names) > 80
     for name in names:
@@ -70,9 +71,8 @@ def test_same_results_as_one_device(placed, one_device, request):
         np.testing.assert_allclose(got[name], want, rtol=1e-10, atol=2e-11, err_msg=name)
 
 
-@pytest.mark.parametrize(("placed", "devices"), [("eight_devices", 8), ("two_processes", 2)])
-def test_no_device_holds_more_than_its_share(placed, devices, request):
-    got = request.getfixturevalue(placed)
+def check_shares(got, devices):
+    """No device holds more than its share of `K` plus a tenth."""
     exact = {"dense": (POINTS * 3) ** 2 * 8, "kronecker": POINTS**2 * 8}
     for kind, whole in exact.items():
         held, _ = got[f"held/{kind}/kernel"]
