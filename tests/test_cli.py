@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from dualfluence import cli
 from dualfluence.cli._app import app
 from dualfluence.demo import METHODS, run_demo, write_page
 
@@ -64,3 +65,11 @@ def test_demo_page_is_self_contained(result, tmp_path):
     assert "http" not in page
     assert page.count("<tr") == 1 + len(result["outcomes"])
     assert [f.name for f in tmp_path.iterdir()] == ["index.html"]
+
+
+def test_mistakes_end_in_one_line(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["dualfluence", "plan", "10", "--platform", "abacus"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert "plan: platform must be one of" in str(ended.value.code)
+    assert "Traceback" not in capsys.readouterr().err

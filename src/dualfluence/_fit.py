@@ -32,7 +32,7 @@ from ._memory import memory_budget
 from ._models import FORMS, AbstractSource, NetworkSource, as_source, pull_back
 from ._newton import Clock, Stats, Tolerances, inspect_jit, minimise, op_diagonal, op_mv
 from ._placement import ShardedSource
-from ._plan import check_fits
+from ._plan import DEFAULT_RANK, check_fits
 from ._problem import State
 from ._progress import ProgressFn
 from ._readout import Reference, outputs_at
@@ -60,7 +60,6 @@ from .solvers import (
     spectral_preconditioner,
 )
 
-DEFAULT_RANK = 200
 POWER_STEPS = 1
 PROBES = 4
 KERNEL_SLACK = 1e-2

@@ -1,19 +1,28 @@
 r"""What a kernel costs before it is computed: bytes, products, time, and which form to take."""
 
 import math
+import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
+from ._compile import jit
 from ._memory import SHARE, total_memory
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
-"""Assumed bytes per second of a stream through `K`, if none is given."""
+"""Assumed bytes per second of a stream through `K`, for another machine than this one."""
 
 COMPUTE = {"cpu": 5e10, "gpu": 3e13, "tpu": 3e13}
-"""Assumed floating-point operations per second of one device at full precision."""
+"""Assumed floating-point operations per second of one device at full precision, likewise."""
+
+MEASURED_ROWS = 8192
+DEFAULT_RANK = 200
+"""Columns of the preconditioner that `fit` keeps."""
 
 DISK_BANDWIDTH = 1e9
 PRODUCTS = 60
@@ -90,7 +99,7 @@ def plan(
     devices: int = 1,
     memory: int | None = None,
     disk: int | None = None,
-    rank: int = 400,
+    rank: int = DEFAULT_RANK,
     tile: int | None = None,
     platform: str | None = None,
     bandwidth: float | None = None,
@@ -107,7 +116,9 @@ def plan(
     - `disk`: free bytes for a store; not checked by default.
     - `rank`: of low-rank kernels and of the preconditioner.
     - `tile`: points per side of a stored tile, as in `store.build`.
-    - `bandwidth`: bytes per second through `K`; by default assumed, see `assumptions`.
+    - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by
+      default this one, whose speed is measured in a second.
+    - `bandwidth`: bytes per second through `K`, if you know them.
     - `products`: products with `K`.
     """
     for name, value in (("n", n), ("c", c), ("devices", devices), ("rank", rank)):
@@ -117,9 +128,12 @@ def plan(
         raise ValueError(f"plan: structure must be 'dense' or 'kronecker', got {structure!r}.")
     size = np.dtype(dtype).itemsize
     memory = total_memory() if memory is None else memory
-    platform = platform or jax.local_devices()[0].platform
-    platform = platform if platform in BANDWIDTH else "gpu"
-    stream = bandwidth or BANDWIDTH[platform]
+    if platform is not None and platform not in BANDWIDTH:
+        raise ValueError(f"plan: platform must be one of {(*BANDWIDTH,)}, got {platform!r}.")
+    stream, compute = (
+        measure_speed() if platform is None else (BANDWIDTH[platform], COMPUTE[platform])
+    )
+    stream = bandwidth or stream
     per_point = c if structure == "dense" else 1
     rows = n + -n % devices
     sketch = n * c * rank * size
@@ -149,20 +163,37 @@ def plan(
         flops = 10.0 * num_params * n * products / devices
         work = 3 * num_params * size
         note = "no K; Jacobian products"
-        forms.append(form("matrix-free", 0, work, SHARE * memory, flops / COMPUTE[platform], note))
+        forms.append(form("matrix-free", 0, work, SHARE * memory, flops / compute, note))
     low = n * c * rank * size
-    seconds = 2.0 * n * c * rank**2 / COMPUTE[platform]
+    seconds = 2.0 * n * c * rank**2 / compute
     forms.append(Form("low-rank", low, low, low <= SHARE * memory, 1, seconds, f"rank {rank}"))
     chosen, reason = _choose(forms, memory)
-    assumed = "given" if bandwidth else "assumed"
+    origin = "measured" if platform is None else "assumed"
     return Plan(
         tuple(forms),
         chosen,
         reason,
-        f"{assumed} {stream / 1e9:.0f} GB/s through K, assumed {DISK_BANDWIDTH / 1e9:.0f} GB/s from "
-        f"disk and {COMPUTE[platform] / 1e12:g} Tflop/s; {human(memory)} per device, of which K may "
-        f"take {SHARE:.0%}",
+        f"{'given' if bandwidth else origin} {stream / 1e9:.0f} GB/s through K, {origin} "
+        f"{compute / 1e12:.2g} Tflop/s, assumed {DISK_BANDWIDTH / 1e9:.0f} GB/s from disk; times are "
+        f"of the products, not of building K; {human(memory)} per device, of which K may take "
+        f"{SHARE:.0%}",
     )
+
+
+@lru_cache(maxsize=1)
+def measure_speed() -> tuple[float, float]:
+    """Bytes per second through a matrix in memory, and operations per second of a product."""
+    K = jnp.ones((MEASURED_ROWS, MEASURED_ROWS), jnp.float32)
+    block = K[:, : MEASURED_ROWS // 32]
+    product = jit(lambda K, v: jnp.dot(K, v, precision="highest"))
+
+    def seconds(v: Array) -> float:
+        jax.block_until_ready(product(K, v))
+        start = time.perf_counter()
+        jax.block_until_ready([product(K, v) for _ in range(3)])
+        return (time.perf_counter() - start) / 3
+
+    return K.nbytes / seconds(K[0]), 2 * K.size * block.shape[1] / seconds(block)
 
 
 def _choose(forms: list[Form], memory: int) -> tuple[str, str]:
@@ -209,7 +240,8 @@ def plan_command(
     dtype: str = "float32",
     devices: int = 1,
     memory_gib: float = 0.0,
-    rank: int = 400,
+    rank: int = DEFAULT_RANK,
+    platform: str | None = None,
 ) -> int:
     """Print the plan; the exit status is 1 if no form fits in memory."""
     made = plan(
@@ -221,6 +253,7 @@ def plan_command(
         devices=devices,
         memory=int(memory_gib * 2**30) or None,
         rank=rank,
+        platform=platform,
     )
     print(made)
     return 1 if made.chosen == "none" else 0
@@ -237,7 +270,7 @@ def human(num_bytes: int) -> str:
 
 def duration(seconds: float) -> str:
     if seconds < 1:
-        return f"{1000 * seconds:.2g} ms"
+        return f"{1000 * seconds:.0f} ms" if seconds >= 0.01 else f"{1000 * seconds:.2g} ms"
     if seconds < 120:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

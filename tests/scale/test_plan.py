@@ -73,3 +73,15 @@ def test_fit_refuses_before_allocating(monkeypatch):
 def test_bad_arguments(bad):
     with pytest.raises(ValueError, match="plan: "):
         dfl.plan(**bad)
+
+
+def test_times_follow_the_speed_of_this_machine_or_of_another():
+    here = dfl.plan(4000, 1)
+    assert "measured" in here.assumptions
+    there = dfl.plan(4000, 1, platform="gpu")
+    assert "assumed" in there.assumptions
+    assert there["dense"].seconds < here["dense"].seconds or jnp.ones(1).device.platform != "cpu"
+    given = dfl.plan(4000, 1, bandwidth=1e9, products=10)
+    np.testing.assert_allclose(given["dense"].seconds, 10 * 4000**2 * 4 / 1e9)
+    with pytest.raises(ValueError, match="platform"):
+        dfl.plan(10, platform="abacus")

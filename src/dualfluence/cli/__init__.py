@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command, or say what to install if its extra is missing."""
+    """Run the command; mistakes in its input end in one line, not in a traceback."""
     try:
         from ._app import app
     except ImportError as error:
@@ -12,4 +12,7 @@ def main() -> None:
             f"dualfluence: the command needs {error.name}, which is part of an extra. "
             "Install it with: pip install 'dualfluence[cli]'"
         )
-    app()
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        sys.exit(f"dualfluence: {error}")

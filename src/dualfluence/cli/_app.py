@@ -122,6 +122,9 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Dtype of the kernel.")] = "float32",
     devices: Annotated[int, typer.Option(min=1, help="Devices that share K.")] = 1,
     memory_gib: Annotated[float, typer.Option(help="Memory of each; 0 for this machine's.")] = 0.0,
+    platform: Annotated[
+        str | None, typer.Option(help="cpu, gpu or tpu, to plan for another machine.")
+    ] = None,
 ) -> None:
     """Say what each form of the kernel costs, and which one would be taken, before any work."""
     status = plan_command(
@@ -132,6 +135,7 @@ def plan(
         dtype=dtype,
         devices=devices,
         memory_gib=memory_gib,
+        platform=platform,
     )
     raise typer.Exit(status)
 
