@@ -126,6 +126,24 @@ def test_a_flipped_byte_is_refused_then_recomputed(problem, tmp_path):
     np.testing.assert_array_equal(whole(store), good)
 
 
+def test_a_byte_flipped_between_two_reads_is_refused(problem, tmp_path):
+    """The disk may fail after a tile was verified: later products check what they read, too."""
+    model, x, _ = problem
+    path = tmp_path / "k"
+    store = dfl.store.build(model, x, path, tile=8, progress=False)
+    good = whole(store)
+    for byte, bit in ((0, 1), (101, 128), (-1, 2)):
+        victim = chunk_files(path)[1]
+        before = victim.read_bytes()
+        data = bytearray(before)
+        data[byte] ^= bit
+        victim.write_bytes(data)
+        with pytest.raises(Exception, match="does not match its checksum"):
+            whole(store)
+        victim.write_bytes(before)
+        np.testing.assert_array_equal(whole(store), good)
+
+
 def test_a_missing_tile_is_refused(problem, tmp_path):
     model, x, _ = problem
     store = dfl.store.build(model, x, tmp_path / "k", tile=8, progress=False)
