@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from ._checks import check_queries
 from ._edits import AbstractEdit, TrainingSet, apply_edits
 from ._layout import Device, Layout, as_mesh, on_mesh
+from ._models import AbstractSource, JacobianSource, NetworkSource, make_jacobian
 from ._newton import (
     Clock,
     NotConverged,
@@ -27,6 +28,7 @@ from ._newton import (
     op_mv,
 )
 from ._placement import ShardedSource, spread
+from ._plan import check_fits
 from ._problem import Certificate, Problem, State
 from ._progress import ProgressFn
 from ._readout import DualModel
@@ -207,13 +209,29 @@ class Fitted(DualModel):
             pre = SpectralPreconditioner(layout.place(pre.features))
         return replace(
             self,
-            source=ShardedSource(self.source, mesh),
+            source=ShardedSource(_without_jacobian(self.source), mesh),
             kernel_op=op,
             state=State(layout.place(self.state.alpha), layout.place(self.state.k_alpha)),
             offset=layout.place(self.offset, "last"),
             kernel_diagonal=op_diagonal(op),
             preconditioner=pre,
         )
+
+    def with_jacobian(self) -> "Fitted":
+        """The same model with `J` of its training points in memory, for many requests.
+
+        Parameters and predictions then take one pass over `J` (`n·c` times the parameters) instead
+        of a pass forward and backward through the network. It pays for networks with few parameters
+        and much arithmetic, such as convolutional ones; the memory is checked first.
+        """
+        if self.layout.sharding is not None:
+            raise ValueError(
+                "with_jacobian: rows on a mesh are read out where they live, without J."
+            )
+        model, rows = self.network, self.data.num_points * self.num_outputs
+        size = jnp.dtype(model.dtype).itemsize
+        check_fits(rows * model.num_params * size, 1, "the Jacobian", "with_jacobian")
+        return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
 
     def _updated(
         self, data: TrainingSet, point: Point, certificate: Certificate, stats: Stats
@@ -390,6 +408,10 @@ class Update(DualModel):
             certificate=self.certificate,
             stats=self.stats,
         )
+
+
+def _without_jacobian(source: AbstractSource) -> AbstractSource:
+    return NetworkSource(source.model) if isinstance(source, JacobianSource) else source
 
 
 def make_problem(

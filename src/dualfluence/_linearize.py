@@ -135,8 +135,23 @@ class Linearized(eqx.Module):
             squares = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
             return sum(squares[1:], start=squares[0])
 
-        chunk = max(1, DIAGONAL_BYTES // (8 * c * max(self.num_params, 1)))
-        return jax.lax.map(point, x, batch_size=min(chunk, x.shape[0]))
+        return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
+
+    def jacobian(self, x: Shaped[Array, "n ..."]) -> PyTree:
+        """`J(x)`: for every trainable leaf an array of shape `(n, c, *leaf.shape)`."""
+        theta, frozen = self.split(self.params)
+        c = self.apply_shape(x)[1]
+
+        def point(xi: Array) -> PyTree:
+            _, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xi[None])[0], theta)
+            return jax.vmap(back)(jnp.eye(c, dtype=self.dtype))[0]
+
+        with jax.default_matmul_precision(PRECISION):
+            return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
+
+    def _points_at_once(self, c: int) -> int:
+        """Points whose gradients fit in `DIAGONAL_BYTES`."""
+        return max(1, DIAGONAL_BYTES // (8 * c * max(self.num_params, 1)))
 
     def apply_shape(self, x: Shaped[Array, "n ..."]) -> tuple[int, int]:
         """`(n, c)`, or an error if `apply_fn` returns anything else."""

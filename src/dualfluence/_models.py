@@ -121,6 +121,29 @@ class NetworkSource(AbstractSource):
         return bordered(op, cross, corner)
 
 
+class JacobianSource(NetworkSource):
+    """A network with `J` of its training points in memory: a read-out is one pass over `J`.
+
+    `jacobian` has one array of shape `(n, c, *leaf.shape)` per trainable leaf. Points that edits
+    append come after these `n` and go through the network.
+    """
+
+    jacobian: PyTree
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        return _held_pull_back(self.model, self.jacobian, x, v)
+
+    def moved_params(
+        self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
+    ) -> PyTree:
+        return _held_moved_params(self.model, self.jacobian, params, x, v, since)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        return _push(self.model, xq, self.pull_back(x, v))
+
+
 class KernelSource(AbstractSource):
     """A kernel function `k(x1, x2)` of shape `(n1, n2)` or `(n1, c, n2, c)`, outputs start at 0."""
 
@@ -256,6 +279,43 @@ def _base_outputs(model: Linearized, x: Shaped[Array, "n ..."]) -> Array:
 @filter_jit
 def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
     return model.jvp(xq, model.vjp(x, v))
+
+
+@filter_jit
+def make_jacobian(model: Linearized, x: Array) -> PyTree:
+    """`J(x)`, compiled."""
+    return model.jacobian(x)
+
+
+@filter_jit
+def _push(model: Linearized, xq: Array, tangent: PyTree) -> Array:
+    return model.jvp(xq, tangent)
+
+
+def _times_jacobian(model: Linearized, J: PyTree, x: Array, v: Array) -> PyTree:
+    n = jax.tree.leaves(J)[0].shape[0]
+    flat = v[:n].astype(model.dtype).reshape(-1)
+
+    def leaf(part: Array) -> Array:
+        rows = part.reshape(flat.size, -1)
+        return jnp.dot(flat, rows, precision="highest").reshape(part.shape[2:])
+
+    step = jax.tree.map(leaf, J)
+    if x.shape[0] == n:
+        return step
+    return jax.tree.map(jnp.add, step, model.vjp(x[n:], v[n:]))
+
+
+_held_pull_back = filter_jit(_times_jacobian)
+
+
+@filter_jit
+def _held_moved_params(
+    model: Linearized, J: PyTree, params: PyTree, x: Array, v: Array, since: Array | None
+) -> PyTree:
+    theta, frozen = model.split(params)
+    step = _times_jacobian(model, J, x, v if since is None else v - since)
+    return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
 
 
 @filter_jit

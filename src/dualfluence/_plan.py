@@ -219,14 +219,16 @@ def stored_bytes(n: int, per_point: int, size: int, tile: int | None = None) -> 
     return (n**2 + sum(w**2 for w in widths)) // 2 * per_point**2 * size
 
 
-def check_fits(num_bytes: int, devices: int, what: str) -> None:
-    """Raise a `PlanError` for a kernel that cannot be held, before anything is allocated."""
+def check_fits(num_bytes: int, devices: int, what: str, call: str = "fit") -> None:
+    """Raise a `PlanError` for an array that cannot be held, before anything is allocated."""
     limit = HARD_SHARE * total_memory()
     if num_bytes / devices <= limit:
         return
+    head = f"{call}: {what} takes {human(int(num_bytes / devices))} per device, and there are "
+    if call != "fit":
+        raise PlanError(f"{head}{human(total_memory())}. Go without it.")
     raise PlanError(
-        f"fit: {what} takes {human(int(num_bytes / devices))} per device, and there are "
-        f"{human(total_memory())}. Use form='matrix-free', a kernel on disk (store.build), "
+        f"{head}{human(total_memory())}. Use form='matrix-free', a kernel on disk (store.build), "
         "low_rank, float32, or more devices (mesh=...). dualfluence.plan shows what each costs."
     )
 
