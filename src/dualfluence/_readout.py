@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._checks import check_queries
+from ._checks import check_finite, check_queries
 from ._compile import filter_jit
 from ._edits import TrainingSet
 from ._layout import Layout
@@ -85,6 +85,11 @@ class DualModel(abc.ABC):
         - `linearised`: `False` evaluates the network itself at `params()` instead.
         """
         xq = check_queries(xq, self.x)
+        outputs = self._outputs_at(xq, linearised)
+        check_finite("predict", outputs)
+        return outputs
+
+    def _outputs_at(self, xq: Array, linearised: bool) -> Float[Array, "q c"]:
         if not linearised:
             return outputs_at(self.network, self.params(), xq, linearised=False)
         since = self._reference_alpha()

@@ -8,6 +8,7 @@ import numpy as np
 
 from . import _published as published
 from ._methods import (
+    HELD,
     ITERATED,
     ONE_STEP,
     PAPER,
@@ -159,6 +160,11 @@ def fig1_claims(results: dict[str, Any]) -> list[Claim]:
                 ("cold", PARAMETER, ONE_STEP, COLD_FACTOR, "this library"),
             )
         ]
+        if _pairs(results, row, "warm", HELD):
+            claims += [
+                _faster(results, row, title, "warm", slow, HELD, WARM_FACTOR, "this library")
+                for slow in (PAPER_RELEASED, PARAMETER_RELEASED, PAPER, PARAMETER)
+            ]
         claims += [_sharded(results, row, title), _comparable(results, row, title)]
         claims += [
             _as_close(results, row, title, "exact"),

@@ -23,6 +23,7 @@ from .._linearize import linearize
 from ._common import make_network, timed
 from ._config import Architecture, Row
 from ._methods import (
+    HELD,
     ITERATED,
     ONE_STEP,
     PAPER,
@@ -30,6 +31,7 @@ from ._methods import (
     PARAMETER,
     SHARDED,
     Settings,
+    make_held,
     make_methods,
     make_released,
 )
@@ -37,7 +39,7 @@ from ._methods import (
 STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
 REQUEST, ANSWER = "request.json", "answer.json"
 TIMEOUT_SECONDS = 1800.0
-ORDER = (ONE_STEP, ITERATED, PAPER, SHARDED, PARAMETER, PAPER_RELEASED)
+ORDER = (ONE_STEP, HELD, ITERATED, PAPER, SHARDED, PARAMETER, PAPER_RELEASED)
 
 
 def measure(
@@ -90,6 +92,7 @@ def main() -> None:
         assert fitted.reference is not None
         trained = fitted.reference.params
         methods = make_methods(fitted, trained, y, Settings(**request["settings"]))
+        methods |= make_held(fitted)
         if request["released"]:
             slow = make_released(fitted, trained, Settings(**request["settings"]))
             methods[PAPER_RELEASED] = slow[PAPER_RELEASED]

@@ -26,12 +26,16 @@ SHARDED = "paper's dual form, sharded"
 ONE_STEP = "ours, one step"
 ITERATED = "ours, iterated"
 TANGENT = "ours, tangent at θ*"
+HELD = "ours, one step, J held"
 PARAMETER_RELEASED = "parameter space, as released"
 PAPER_RELEASED = "paper's dual form, as released"
 RANDOM = "random perturbation"
 RETRAINED = "retraining"
 
 COMPARED = (PARAMETER, PAPER, SHARDED, ONE_STEP, ITERATED)
+HELD_BYTES = 4 * 2**30
+"""The largest Jacobian that is held for read-outs."""
+
 RELEASED = (PARAMETER_RELEASED, PAPER_RELEASED)
 
 Method = Callable[[np.ndarray], tuple[PyTree, dict[str, Any]]]
@@ -105,21 +109,31 @@ def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> di
         )
         return update.params(), facts(update.stats)
 
-    def in_data_space(**options: Any) -> Method:
-        def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
-            update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
-            bound = {"bound": update.certificate.distance_bound}
-            return update.params(), facts(update.stats) | bound
-
-        return method
-
     return {
         PARAMETER: in_parameters,
-        PAPER: in_data_space(solver=form),
-        SHARDED: in_data_space(solver=ShardedPaperCG(form, mesh)),
-        ONE_STEP: in_data_space(),
-        ITERATED: in_data_space(until=until),
+        PAPER: in_data_space(base, solver=form),
+        SHARDED: in_data_space(base, solver=ShardedPaperCG(form, mesh)),
+        ONE_STEP: in_data_space(base),
+        ITERATED: in_data_space(base, until=until),
     }
+
+
+def in_data_space(base: Fitted, **options: Any) -> Method:
+    """A removal by `base.edit`, parameters included."""
+
+    def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
+        update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
+        bound = {"bound": update.certificate.distance_bound}
+        return update.params(), facts(update.stats) | bound
+
+    return method
+
+
+def make_held(base: Fitted) -> dict[str, Method]:
+    """Our one step with `J` in memory, where it is not too large; `J` is made here, once."""
+    rows = base.data.num_points * base.num_outputs
+    size = rows * base.network.num_params * jnp.dtype(base.network.dtype).itemsize
+    return {HELD: in_data_space(base.with_jacobian())} if size <= HELD_BYTES else {}
 
 
 def make_released(base: Fitted, params: PyTree, settings: Settings) -> dict[str, Method]:

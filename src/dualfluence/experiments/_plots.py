@@ -12,6 +12,7 @@ import numpy as np
 from . import _published as published
 from ._methods import (
     COMPARED,
+    HELD,
     ITERATED,
     ONE_STEP,
     PAPER,
@@ -39,6 +40,7 @@ STYLES: dict[str, dict[str, Any]] = {
     PAPER_RELEASED: {"color": "#0072B2", "marker": "s", "linestyle": "-.", "mfc": "white"},
     SHARDED: {"color": "#56B4E9", "marker": "D", "markersize": 4},
     ONE_STEP: {"color": "#009E73", "marker": "^"},
+    HELD: {"color": "#009E73", "marker": "d", "linestyle": "--", "mfc": "white"},
     ITERATED: {"color": "#D55E00", "marker": "v"},
     TANGENT: {"color": "#CC79A7", "marker": "P"},
     RANDOM: {"color": "#777777", "marker": "x", "linestyle": ":"},
@@ -152,7 +154,7 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
     figure, axes = _new(results, len(rows), 4, 3.7, 3.1, "Unlearning from linearised networks")
     for (cold, warm, distance, accuracy), row in zip(axes, rows, strict=True):
         known = published.FIG1.get(row, {})
-        for name in (*RELEASED, *COMPARED):
+        for name in (*RELEASED, *COMPARED, HELD):
             _line(
                 cold,
                 name,
@@ -194,7 +196,9 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
     ]  # fmt: skip
     if results["scale"] == "paper":
         extra.append(Line2D([], [], label="published (two RTX 3080 Ti)", **PUBLISHED))
-    _legend(figure, [*COMPARED, *RELEASED, RANDOM, RETRAINED], extra, 4)
+    held = any(HELD in p["values"].get("warm_seconds", {}) for p in results["pieces"].values())
+    names = [*COMPARED, *[HELD] * held, *RELEASED, RANDOM, RETRAINED]
+    _legend(figure, names, extra, 4)
     return figure
 
 

@@ -28,7 +28,17 @@ from ._common import (
     timed,
 )
 from ._config import Fig1, Row
-from ._methods import RANDOM, RETRAINED, SHARDED, Settings, device_mesh, make_methods, make_released
+from ._methods import (
+    RANDOM,
+    RETRAINED,
+    SHARDED,
+    Method,
+    Settings,
+    device_mesh,
+    make_held,
+    make_methods,
+    make_released,
+)
 
 EXACT_TOLERANCE = 1e-9
 """Below what float32 reaches: exact fits stop at the floor that rounding sets."""
@@ -131,6 +141,11 @@ class LinearisedCase:
         return replace(fitted, kernel_op=self.exact.kernel_op)
 
     @cached_property
+    def held(self) -> dict[str, Method]:
+        """The model trained as published with its Jacobian in memory, if that is small enough."""
+        return make_held(self.published)
+
+    @cached_property
     def trained(self) -> dict[str, tuple[Fitted, Any]]:
         """Both trained models with their parameters."""
         assert self.published.reference is not None
@@ -182,6 +197,8 @@ class LinearisedCase:
         warm: dict[str, list[float]] = {}
         for base_name, (base, params) in self.trained.items():
             methods = make_methods(base, params, points.y, self.settings)
+            if base_name == "published":
+                methods |= self.held
             found: dict[str, Any] = {}
             details[base_name] = {}
             for name, method in methods.items():
