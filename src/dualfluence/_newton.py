@@ -24,6 +24,7 @@ ARMIJO = 1e-4
 MAX_HALVINGS = 40
 STALLED_STEPS = 3
 MAX_REFRESHES = 3
+FLOOR_SLACK = 3.0
 CURVATURE_SLACK = 1e3
 """A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
 
@@ -275,11 +276,11 @@ def minimise(
                 met = tolerances.met(cert)
             ticker.tick()
             if finished():
-                promised, alpha = met, best.state.alpha
+                promised, alpha = met or cert.at_floor, best.state.alpha
                 best = inspect_jit(op, problem, State(alpha, op_mv(op, alpha)), diagonal)
                 cert = best.norms.certificate(ridge)
                 met, refreshes, products = tolerances.met(cert), refreshes + 1, products + 2
-                if not promised or refreshes == MAX_REFRESHES:
+                if met or _near_floor(cert) or not promised or refreshes == MAX_REFRESHES:
                     break
                 point, norm, stalled = best, cert.gradient_norm, 0
     return best, {
@@ -288,10 +289,15 @@ def minimise(
         "products": products,
         "residual": residual,
         "converged": met,
-        "at_floor": cert.at_floor,
+        "at_floor": _near_floor(cert),
         "certificate": cert,
         "inner_converged": inner,
     }
+
+
+def _near_floor(cert: Certificate) -> bool:
+    """At the floor as another product of the same accuracy sees it."""
+    return cert.gradient_norm <= FLOOR_SLACK * cert.rounding
 
 
 class Clock:
