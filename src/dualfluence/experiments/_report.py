@@ -19,15 +19,16 @@ TITLES = {
 }
 NOTES = {
     "fig1": (
-        "Cold runtime is a method's first call in a new process, compilation and the new parameters "
-        "included; starting Python, the device and loading the trained state with its kernel are "
-        "not. Compiled code is dropped between methods. Warm runtime is over further forget sets "
-        "of the same size. The published methods come twice: compiled once and reused (our "
+        "Cold runtime is a method's first call in a new process, compilation and the new "
+        "parameters included; starting Python, the device and loading the trained state with its "
+        "kernel are not. Compiled code is dropped between methods, and ours come first: what the "
+        "compiler remembers favours the later ones. Warm runtime is over further forget sets of "
+        "the same size. The published methods come twice: compiled once and reused (our "
         "implementation of their equations), and “as released”: eager, with JAX's own conjugate "
         "gradients, which compile anew at every call; the published runtimes are of that kind. "
-        "Our forms use the preconditioner that was built once with the trained "
-        "state. Solid lines: trained and retrained by gradient descent as published; dashed: "
-        "both to the exact optimum."
+        "Our forms use the preconditioner that was built once with the trained state; “J held”, "
+        "where it is drawn, also its Jacobian. Solid lines: trained and retrained by gradient "
+        "descent as published; dashed: both to the exact optimum."
     ),
     "fig2": "Gradient descent on the network itself; its linearisation by the same descent in data space.",
     "fig3": (
