@@ -73,6 +73,11 @@ def test_refused_without_parameters_or_memory(fitted, monkeypatch):
     bare = dfl.fit(kernel, None, np.ones((4, 1)), loss=dfl.SquaredError(), ridge=0.1)
     with pytest.raises(TypeError, match="kernel without parameters"):
         bare.with_jacobian()
+    params = cases.mlp_params(jax.random.key(0), SIZES)
+    narrow = dfl.low_rank(dfl.linearize(cases.mlp, params), fitted.x, 6)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.1, "progress": False}
+    with pytest.raises(TypeError, match="NystromSource"):
+        dfl.fit(narrow, fitted.x, np.arange(11) % 3, **options).with_jacobian()
     monkeypatch.setattr("dualfluence._plan.total_memory", lambda: 100)
     with pytest.raises(dfl.PlanError, match=r"with_jacobian: the Jacobian takes"):
         fitted.with_jacobian()

@@ -229,6 +229,11 @@ class Fitted(DualModel):
                 "with_jacobian: rows on a mesh are read out where they live, without J."
             )
         model, rows = self.network, self.data.num_points * self.num_outputs
+        if not isinstance(self.source, NetworkSource):
+            raise TypeError(
+                f"with_jacobian: the parameters of a {type(self.source).__name__} are not θ₀ + Jᵀα, so "
+                "that J would give others. Fit the network itself, from linearize."
+            )
         size = jnp.dtype(model.dtype).itemsize
         check_fits(rows * model.num_params * size, 1, "the Jacobian", "with_jacobian")
         return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
