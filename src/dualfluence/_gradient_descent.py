@@ -21,12 +21,12 @@ from jaxtyping import Array, Float, Int
 
 from ._checks import check_finite, check_indices, check_range, check_rows
 from ._compile import filter_jit
-from ._fit import _prepare
 from ._fitted import make_problem
 from ._models import as_source
 from ._newton import Clock
 from ._problem import Problem, State
 from ._progress import ProgressFn, Ticker
+from ._setup import prepare
 from .losses import AbstractLoss
 from .operators import AbstractKernelOperator
 
@@ -100,7 +100,7 @@ def kernel_gradient_descent(
     _check_settings(rate, epochs, momentum, record_every)
     source = as_source(model)
     weights = _sample_weights(retain, np.shape(y)[0])
-    data, op, offset, _ = _prepare(
+    data, op, offset, _ = prepare(
         source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op
     )
     layout = op.layout

@@ -2,18 +2,16 @@
 
 import hashlib
 import json
-import os
-import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ._edits import TrainingSet
+from ._files import write_atomically
 from ._fitted import Fidelity, Fitted
 from ._models import AbstractSource, NetworkSource, as_source
 from ._newton import Stats
@@ -106,25 +104,6 @@ def load(
         stats=Stats(**{**meta["stats"], "notes": tuple(meta["stats"]["notes"])}),
         fidelity=Fidelity(**meta["fidelity"]) if meta["fidelity"] else None,
     )
-
-
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write to a temporary name beside `path`, then rename; nothing is left after a failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp is private to the user; the result gets the permissions of an ordinary file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _arrays(fitted: Fitted) -> dict[str, np.ndarray]:

@@ -15,7 +15,7 @@ from .. import bench as benchmarks
 from .. import demo as demonstration
 from .. import experiments
 from .._compare import describe_machine
-from .._io import write_atomically
+from .._files import write_atomically
 from .._memory import memory_budget, total_memory
 from .._plan import plan_command
 

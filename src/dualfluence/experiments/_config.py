@@ -56,19 +56,25 @@ class Row:
     remove_from: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Methods:
+    """Of the published methods' conjugate gradients, of our iterated form, and of all products."""
+
+    cg_steps: int = 500
+    cg_rtol: float = 1e-8
+    until: float = 1e-7
+    matmul_precision: str = "highest"
+
+
 @dataclass(frozen=True)
-class Fig1:
+class Fig1(Methods):
     """Unlearning from two linearised networks."""
 
     rows: tuple[Row, ...]
     percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
     repeats: int = 5
     released_repeats: int = 1
-    cg_steps: int = 500
-    cg_rtol: float = 1e-8
     cold: bool = True
-    until: float = 1e-7
-    matmul_precision: str = "highest"
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Fig2:
 
 
 @dataclass(frozen=True)
-class Fig3:
+class Fig3(Methods):
     """Unlearning from the nonlinear network of fig. 2."""
 
     data: Data
@@ -95,37 +101,25 @@ class Fig3:
     epochs: int
     record_every: int
     percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
-    cg_steps: int = 500
-    cg_rtol: float = 1e-8
-    until: float = 1e-7
-    matmul_precision: str = "highest"
 
 
 @dataclass(frozen=True)
-class Fig4:
+class Fig4(Methods):
     """Estimated against actual changes of infinitely wide networks."""
 
     rows: tuple[Row, ...]
     remove_percent: int = 50
     num_queries: int = 10
-    cg_steps: int = 500
-    cg_rtol: float = 1e-8
-    until: float = 1e-7
-    matmul_precision: str = "highest"
 
 
 @dataclass(frozen=True)
-class Linear:
+class Linear(Methods):
     """Random ReLU features with a ridge on `‖θ‖²`: a model that is linear to begin with."""
 
     data: Data
     num_features: int
     ridge: float
     percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
-    cg_steps: int = 500
-    cg_rtol: float = 1e-8
-    until: float = 1e-7
-    matmul_precision: str = "highest"
 
 
 Config = Fig1 | Fig2 | Fig3 | Fig4 | Linear

@@ -15,7 +15,7 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from .._io import write_atomically
+from .._files import write_atomically
 from ._config import Config, as_json
 
 COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"

@@ -61,3 +61,33 @@ class AbstractKernelOperator(eqx.Module):
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
         """`K V` for `k` columns at once."""
         return jax.vmap(self.mv, in_axes=2, out_axes=2)(v)
+
+
+class AbstractWrapper(AbstractKernelOperator):
+    """Another way to multiply with the same `K`: what `op` says of itself stays."""
+
+    op: eqx.AbstractVar[Any]
+
+    @property
+    def layout(self) -> Layout:
+        return self.op.layout
+
+    @property
+    def in_memory(self) -> bool:
+        return self.op.in_memory
+
+    @property
+    def num_outputs(self) -> int:
+        return self.op.num_outputs
+
+    @property
+    def num_points(self) -> int:
+        return self.op.num_points
+
+    @property
+    def num_bytes(self) -> int:
+        return self.op.num_bytes
+
+    @property
+    def dtype(self) -> Any:
+        return self.op.dtype

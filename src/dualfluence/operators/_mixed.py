@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .._layout import AXIS, Layout, map_shards
-from ._base import HIGHEST, AbstractKernelOperator
+from .._layout import AXIS, map_shards
+from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
 from ._dense import DenseOperator, KroneckerOperator
 from ._implicit import LowRankOperator, MatrixFreeOperator
 from ._sharded import BorderedOperator, ShardedMatrixFreeOperator, ShardedOperator
@@ -17,7 +17,7 @@ PANEL_BYTES = 64 * 2**20
 """Working memory of one panel of `K` in float64."""
 
 
-class MixedOperator(AbstractKernelOperator):
+class MixedOperator(AbstractWrapper):
     """`K` held in float32 and multiplied in float64, one panel of rows at a time.
 
     With `K` taken as it is stored, such a product is exact to float64 rounding: what a residual
@@ -37,26 +37,6 @@ class MixedOperator(AbstractKernelOperator):
                 "fit: refine=True keeps residuals in float64; call "
                 "jax.config.update('jax_enable_x64', True) first. The kernel may stay float32."
             )
-
-    @property
-    def layout(self) -> Layout:
-        return self.op.layout
-
-    @property
-    def in_memory(self) -> bool:
-        return self.op.in_memory
-
-    @property
-    def num_outputs(self) -> int:
-        return self.op.num_outputs
-
-    @property
-    def num_points(self) -> int:
-        return self.op.num_points
-
-    @property
-    def num_bytes(self) -> int:
-        return self.op.num_bytes
 
     @property
     def dtype(self) -> Any:

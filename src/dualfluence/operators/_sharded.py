@@ -9,14 +9,14 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from .._layout import AXIS, Layout, map_shards
-from ._base import HIGHEST, AbstractKernelOperator
+from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
 from ._dense import DenseOperator, KroneckerOperator
 
 if TYPE_CHECKING:
     from .._linearize import Linearized
 
 
-class ShardedOperator(AbstractKernelOperator):
+class ShardedOperator(AbstractWrapper):
     """A dense or Kronecker `K` whose rows live on the devices of a mesh.
 
     A product gathers the vector, which is `n·c` times smaller than `K`, and leaves its own rows
@@ -29,22 +29,6 @@ class ShardedOperator(AbstractKernelOperator):
     @property
     def layout(self) -> Layout:
         return self.placement
-
-    @property
-    def num_outputs(self) -> int:
-        return self.op.num_outputs
-
-    @property
-    def num_points(self) -> int:
-        return self.op.num_points
-
-    @property
-    def num_bytes(self) -> int:
-        return self.op.num_bytes
-
-    @property
-    def dtype(self) -> Any:
-        return self.op.dtype
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         return self._local(self.op.mv, v)

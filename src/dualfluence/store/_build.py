@@ -23,7 +23,7 @@ from ._format import (
     digest,
     numpy_dtype,
     open_store,
-    write_atomically,
+    write_record,
 )
 
 TILE_BYTES = 64 * 2**20
@@ -75,7 +75,7 @@ def build(
             )
     else:
         store = Store(path, header)
-        write_atomically(path / "header.json", asdict(header))
+        write_record(path / "header.json", asdict(header))
     missing = [t for t in header.tiles if not _is_done(store, t, verify)]
     _fill(source, points, store, missing, progress)
     return store
@@ -97,7 +97,7 @@ def _fill(
     def finish() -> None:
         tile, future, record = pending.popleft()
         future.result()
-        write_atomically(store.record_path(tile), record)
+        write_record(store.record_path(tile), record)
 
     with Ticker(len(missing), f"kernel tiles to {store.path}", progress) as ticker:
         try:

@@ -11,8 +11,6 @@ TensorStore renames chunks into place as well, so a kill at any moment leaves a 
 import hashlib
 import json
 import math
-import os
-import tempfile
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,8 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+
+from .._files import write_atomically
 
 FORMAT, VERSION = "dualfluence-kernel-store", 1
 STORAGE = ("float16", "bfloat16", "float32", "float64")
@@ -220,15 +220,9 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(jnp.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
-def write_atomically(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON beside `path`, flush it to disk, then rename: readers see all of it or none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    with os.fdopen(handle, "w") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(name, path)
+def write_record(path: Path, content: dict[str, Any]) -> None:
+    """JSON, atomically: readers see all of it or none."""
+    write_atomically(path, lambda file: file.write(json.dumps(content).encode()))
 
 
 def import_tensorstore() -> Any:
