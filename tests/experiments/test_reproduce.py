@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 from dualfluence import datasets
 from dualfluence.experiments import NAMES, reproduce
 from dualfluence.experiments import _published as published
-from dualfluence.experiments._claims import CLAIMS, COMPARISONS, Comparison
+from dualfluence.experiments._claims import CLAIMS, COMPARISONS
 from dualfluence.experiments._config import (
     Architecture,
     Data,
@@ -32,6 +32,7 @@ from dualfluence.experiments._methods import (
     RETRAINED,
 )
 from dualfluence.experiments._results import Store, plain, read_results, write_json
+from dualfluence.experiments._verdicts import Comparison
 
 TINY = Data("mnist-small", (3, 8), 6, 4)
 ROW = Row("fcnn", TINY, Architecture("fcnn", 1, 16), Training("squared", 0.1, 0.05, 30))
@@ -44,6 +45,7 @@ OVERRIDES = {
         "rate": 0.05,
         "epochs": 20,
         "record_every": 10,
+        "seeds": (0, 1),
     },
     "fig3": {
         "data": TINY,
@@ -131,7 +133,7 @@ def test_fig1_measures_every_method_both_ways(everything):
     as_released = values["distance"]["published"]["exact"]
     assert as_released[PAPER_RELEASED] == pytest.approx(as_released[PAPER], rel=0.05)
     cold = read_results(everything, "fig1")["pieces"]["fcnn/50/cold"]["values"]["cold_seconds"]
-    assert set(cold) == {*COMPARED, PAPER_RELEASED, HELD}
+    assert set(cold) == {*COMPARED, *RELEASED, HELD}
     assert min(cold.values()) > 0
 
 
@@ -150,6 +152,16 @@ def test_fig2_trains_both_from_the_same_start(folder):
     assert values["distance"][0] == 0
     assert values["rmse"][0] < 1e-6
     assert values["gradient_network"][0] == pytest.approx(values["gradient_linear"][0], rel=1e-4)
+
+
+def test_fig2_follows_other_initialisations_at_the_largest_ridge(folder):
+    results = read_results(folder, "fig2")
+    same, other = (results["pieces"][f"seed/{seed}"]["values"] for seed in (0, 1))
+    whole = results["pieces"]["ridge/0.1"]["values"]
+    assert same["distance"] == pytest.approx(whole["distance"][-1], rel=1e-3)
+    assert other["distance"] != pytest.approx(same["distance"], rel=1e-3)
+    why = next(c.why for c in COMPARISONS["fig2"](results) if c.what == "λ = 0.1, final distance")
+    assert f"{other['distance']:.2g} from {other['initial_rms']:.2g}" in why
 
 
 @pytest.mark.slow
@@ -196,6 +208,21 @@ def test_verdicts_come_from_the_numbers(slowness, want):
     assert [c.verdict for c in found] == [want, want]
 
 
+def test_a_distance_that_rounding_sets_is_explained_by_the_run_at_default_precision():
+    results = made_up_fig1(60.0)
+    for piece in results["pieces"].values():
+        piece["values"] |= {"change": 1e-3, "descent_to_optimum": 1e-8}
+
+    def why():
+        label = "CNN, distance parameter space, 90 %"
+        return next(c.why for c in COMPARISONS["fig1"](results) if c.what == label)
+
+    assert "not measured here" in why()
+    distance = {"published": dict.fromkeys(RELEASED, 1.2e-5)}
+    results["pieces"]["cnn/90/default_precision"] = {"values": {"distance": distance}}
+    assert "ends 1.2e-05 from retraining" in why()
+
+
 def test_figure_and_report_need_only_the_json(tmp_path):
     write_json(tmp_path / "fig1.json", made_up_fig1(60.0))
     reproduce("fig1", out=tmp_path, plots_only=True, progress=False)
@@ -222,11 +249,11 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path, monkeypatch):
         go("fig2", tmp_path)
     assert not (tmp_path / "fig2.json").exists()
     assert go("fig2", tmp_path, resume=True)
-    assert calls == [1e-1, 1e-2, 1e-2]
+    assert calls == [1e-1, 1e-2, 1e-2, 1e-1, 1e-1]
     assert go("fig2", tmp_path, resume=True)
-    assert len(calls) == 3
-    assert go("fig2", tmp_path, resume=True, seed=1)  # other settings: nothing is reused
     assert len(calls) == 5
+    assert go("fig2", tmp_path, resume=True, seed=1)  # other settings: nothing is reused
+    assert len(calls) == 9
 
 
 def test_a_budget_stops_between_pieces_and_says_so(tmp_path):
@@ -258,7 +285,7 @@ def test_plain_values_have_no_infinities():
     }
 
 
-def test_published_values_are_those_of_the_issue():
+def test_published_values_are_those_of_the_paper():
     assert published.at_percentages(published.FIG1["fcnn"]["distance dual"])[90] == 5e-4
     assert published.at_percentages(published.FIG1["cnn"]["warm dual"]) == {10: 0.5, 90: 0.5}
     assert published.FIG2["distance"][1e-2] == 2.2e-4

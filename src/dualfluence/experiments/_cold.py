@@ -27,8 +27,8 @@ from ._methods import (
     ITERATED,
     ONE_STEP,
     PAPER,
-    PAPER_RELEASED,
     PARAMETER,
+    RELEASED,
     SHARDED,
     Settings,
     make_held,
@@ -39,7 +39,7 @@ from ._methods import (
 STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
 REQUEST, ANSWER = "request.json", "answer.json"
 TIMEOUT_SECONDS = 1800.0
-ORDER = (ONE_STEP, HELD, ITERATED, PAPER, SHARDED, PARAMETER, PAPER_RELEASED)
+ORDER = (ONE_STEP, HELD, ITERATED, PAPER, SHARDED, PARAMETER, *RELEASED)
 
 
 def measure(
@@ -94,8 +94,7 @@ def main() -> None:
         methods = make_methods(fitted, trained, y, Settings(**request["settings"]))
         methods |= make_held(fitted)
         if request["released"]:
-            slow = make_released(fitted, trained, Settings(**request["settings"]))
-            methods[PAPER_RELEASED] = slow[PAPER_RELEASED]
+            methods |= make_released(fitted, trained, Settings(**request["settings"]))
         jax.block_until_ready((fitted.kernel_op, _initialise_libraries()))
         gone = np.asarray(request["gone"])
         seconds = {}

@@ -48,6 +48,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 RIDGE_COLOURS = ("#0072B2", "#009E73", "#E69F00", "#D55E00")
 PUBLISHED = {"color": "#000000", "marker": "*", "linestyle": "none", "markersize": 9, "mfc": "none"}
+OTHER_SEEDS = {"color": "#444444", "marker": "_", "linestyle": "none", "markersize": 12}
 ROW_TITLES = {"fcnn": "FCNN, MNIST", "cnn": "CNN, CIFAR-10 classes 0 and 1"}
 FONTS: Any = {
     "font.size": 10,
@@ -213,6 +214,8 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
         if found is None:
             continue
         epochs = found["epoch"]
+        if ridge == max(results["config"]["ridges"]):
+            _seeds(results, distance, accuracy, epochs[-1], colour)
         distance.plot(epochs[1:], found["distance"][1:], color=colour)
         rmse.plot(epochs[1:], found["rmse"][1:], color=colour)
         for axis, key in ((accuracy, "accuracy"), (gradient, "gradient")):
@@ -233,10 +236,24 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
         Line2D([], [], color="#444444", label="network"),
         Line2D([], [], color="#444444", linestyle="--", label="linearisation"),
     ]
+    if results["config"].get("seeds"):
+        handles.append(Line2D([], [], label="other initialisations", **OTHER_SEEDS))
     if results["scale"] == "paper":
         handles.append(Line2D([], [], label="published, last epoch", **PUBLISHED))
-    _legend(figure, [], handles, 7)
+    _legend(figure, [], handles, 8)
     return figure
+
+
+def _seeds(
+    results: dict[str, Any], distance: Axes, accuracy: Axes, epoch: int, colour: str
+) -> None:
+    """Where other initialisations end, at the largest ridge."""
+    for seed in results["config"].get("seeds", ()):
+        found = values(results, f"seed/{seed}")
+        if found is not None and seed != results["seed"]:
+            look = OTHER_SEEDS | {"color": colour, "clip_on": False}
+            distance.plot([epoch], [found["distance"]], **look)
+            accuracy.plot([epoch], [found["accuracy_network"]], **look)
 
 
 def draw_fig3(results: dict[str, Any]) -> Figure:

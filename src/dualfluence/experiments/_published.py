@@ -46,9 +46,3 @@ RELEASED_ON_H200 = {
     ("cnn", "warm dual"): {10: 1.30},
 }
 """Seconds of the authors' released code on one H200, float32, timed apart from our runs."""
-
-FIG2_SEEDS = (
-    "at smoke scale six of them, λ = 0.1, end between 8.3e-4 and 1.2e-3, with accuracies of 0.64 to "
-    "0.74; a value read off a logarithmic axis is good to some 20 %"
-)
-"""How much of fig. 2 is the initialisation: `reproduce fig2 --seed 0` to `5`."""

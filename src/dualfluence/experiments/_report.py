@@ -5,10 +5,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ._claims import CLAIMS, COMPARISONS, FAILS, HOLDS, Claim, Comparison
+from ._claims import CLAIMS, COMPARISONS
 from ._config import NAMES
 from ._published import SOURCE
 from ._results import read_results, write_bytes
+from ._verdicts import FAILS, HOLDS, Claim, Comparison
 
 TITLES = {
     "fig1": "Figure 1: unlearning from linearised networks",

@@ -20,7 +20,7 @@ from ._config import Config, as_json
 
 COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 FORMAT = 1
-KEYED = ("percentages", "ridges", "cold")
+KEYED = ("percentages", "ridges", "cold", "seeds")
 
 
 class OutOfBudget(Exception):

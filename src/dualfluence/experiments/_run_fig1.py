@@ -54,6 +54,10 @@ def run(config: Fig1, context: Context) -> None:
         if config.cold:
             for percent in config.percentages:
                 context.run.piece(f"{row.name}/{percent}/cold", partial(case.cold, percent))
+        if row.network.kind == "cnn" and jax.default_backend() == "gpu":
+            for percent in sorted({min(config.percentages), max(config.percentages)}):
+                key = f"{row.name}/{percent}/default_precision"
+                context.run.piece(key, partial(case.at_default_precision, percent))
         case.close()
 
 
@@ -184,10 +188,7 @@ class LinearisedCase:
     def compare(self, percent: int) -> dict[str, Any]:
         """One percentage: retraining both ways, every method on both models, warm times."""
         self.context.say(f"{self.row.name}: {percent} % removed")
-        row, points = self.row, self.points
-        sets = forget_sets(
-            points.classes, percent, row.remove_from, self.context.seed, self.config.repeats + 1
-        )
+        points, sets = self.points, self._forget_sets(percent, self.config.repeats + 1)
         gone = sets[0]
         kept = np.setdiff1d(np.arange(points.x.shape[0]), gone)
         targets, seconds = self._retrain(kept)
@@ -210,10 +211,7 @@ class LinearisedCase:
             if base_name == "published":
                 self._released(base, params, sets, found, warm)
             found[RANDOM] = self._perturbed(params, targets[base_name], percent)
-            distance[base_name] = {
-                goal: {n: metrics.relative_distance(p, target) for n, p in found.items()}
-                for goal, target in targets.items()
-            }
+            distance[base_name] = _distances(found, targets)
             accuracy[base_name] = {
                 name: accuracies(self.model, p, points, gone, linearised=True)
                 for name, p in (found | {RETRAINED: targets[base_name]}).items()
@@ -250,6 +248,21 @@ class LinearisedCase:
             found[name] = jax.block_until_ready(method(sets[0])[0])
             warm[name] = [timed(lambda s=s, m=method: m(s)[0])[1] for s in sets[1 : count + 1]]
 
+    def at_default_precision(self, percent: int) -> dict[str, Any]:
+        """The methods as released with the matrix products that JAX chooses: TF32 on recent GPUs."""
+        self.context.say(f"{self.row.name}: {percent} % removed, default precision")
+        gone = self._forget_sets(percent, 1)[0]
+        targets, _ = self._retrain(np.setdiff1d(np.arange(self.points.x.shape[0]), gone))
+        base, params = self.trained["published"]
+        with jax.default_matmul_precision("default"):
+            methods = make_released(base, params, self.settings)
+            found = {name: method(gone)[0] for name, method in methods.items()}
+        return {"distance": _distances(found, targets)}
+
+    def _forget_sets(self, percent: int, count: int) -> list[np.ndarray]:
+        where, seed = self.row.remove_from, self.context.seed
+        return forget_sets(self.points.classes, percent, where, seed, count)
+
     def _perturbed(self, params: Any, target: Any, percent: int) -> Any:
         key = jax.random.fold_in(jax.random.key(self.context.seed), percent)
         return metrics.random_perturbation(key, params, metrics.distance(params, target))
@@ -257,11 +270,9 @@ class LinearisedCase:
     def cold(self, percent: int) -> dict[str, Any]:
         """First calls in a new process."""
         self.context.say(f"{self.row.name}: {percent} % removed, new process")
-        points = self.points
-        gone = forget_sets(points.classes, percent, self.row.remove_from, self.context.seed, 1)[0]
         return _cold.measure(
             self._folder(),
-            gone,
+            self._forget_sets(percent, 1)[0],
             self.settings,
             self.config.matmul_precision,
             self.row,
@@ -282,3 +293,11 @@ class LinearisedCase:
     def close(self) -> None:
         if self._scratch is not None:
             self._scratch.cleanup()
+
+
+def _distances(found: dict[str, Any], targets: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Of every method's parameters to every way of retraining."""
+    return {
+        goal: {name: metrics.relative_distance(p, target) for name, p in found.items()}
+        for goal, target in targets.items()
+    }

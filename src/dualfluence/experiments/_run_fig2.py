@@ -1,5 +1,6 @@
 """Fig. 2: a network beside its linearisation over training, for several ridges."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +26,9 @@ def run(config: Fig2, context: Context) -> None:
         context.run.piece("precision", lambda: precision_check(config, context, case.points))
     for ridge in config.ridges:
         context.run.piece(f"ridge/{ridge:g}", lambda r=ridge: case.follow(r))
+    for seed in config.seeds:
+        other = Trajectories(config, replace(context, seed=seed))
+        context.run.piece(f"seed/{seed}", lambda c=other: c.end(max(config.ridges)))
 
 
 class Trajectories:
@@ -88,3 +92,9 @@ class Trajectories:
         self.context.say(f"λ = {ridge:g}: network, {config.epochs} epochs")
         trained_network(config, self.context, model, points, ridge, record)
         return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def end(self, ridge: float) -> dict[str, Any]:
+        """The last epoch, and how large the outputs are before the first."""
+        first = outputs_at(self.model, self.model.params, self.points.x, False)
+        last = {name: values[-1] for name, values in self.follow(ridge).items()}
+        return last | {"initial_rms": float(jnp.sqrt(jnp.mean(first**2)))}

@@ -1,0 +1,46 @@
+"""A published value beside ours; a claim and whether the numbers bear it out."""
+
+from dataclasses import dataclass
+from typing import Any
+
+HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
+FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One published value beside ours."""
+
+    what: str
+    published: float
+    measured: float | None
+    why: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return None if self.measured is None else self.measured / self.published
+
+    @property
+    def differs(self) -> bool:
+        """By more than a factor of two."""
+        return self.ratio is not None and not 1 / FACTOR <= self.ratio <= FACTOR
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence, whether the numbers bear it out, and the numbers."""
+
+    text: str
+    source: str
+    verdict: str
+    evidence: str
+
+
+def verdict(ok: bool | None) -> str:
+    return UNKNOWN if ok is None else HOLDS if ok else FAILS
+
+
+def span(numbers: Any, form: str = "{:.3g}") -> str:
+    """Smallest to largest."""
+    low, high = form.format(min(numbers)), form.format(max(numbers))
+    return low if low == high else f"{low} to {high}"
