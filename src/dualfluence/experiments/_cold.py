@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,24 @@ ORDER = (ONE_STEP, HELD, ITERATED, PAPER, SHARDED, PARAMETER, *RELEASED)
 
 
 def measure(
-    folder: Path, gone: np.ndarray, settings: Settings, precision: str, row: Row, *, released: bool
+    folder: Path,
+    gone: np.ndarray,
+    settings: Settings,
+    precision: str,
+    row: Row,
+    *,
+    released: Sequence[str],
 ) -> dict[str, Any]:
-    """Ask a new process for the seconds of every method's first call on this forget set."""
+    """Ask a new process for the seconds of every method's first call on this forget set.
+
+    `released` names those of `RELEASED` to be timed.
+    """
     request = {
         "gone": gone.tolist(),
         "settings": settings._asdict(),
         "precision": precision,
         "network": asdict(row.network),
-        "released": released,
+        "released": list(released),
     }
     (folder / REQUEST).write_text(json.dumps(request))
     (folder / ANSWER).unlink(missing_ok=True)
@@ -93,8 +103,8 @@ def main() -> None:
         trained = fitted.reference.params
         methods = make_methods(fitted, trained, y, Settings(**request["settings"]))
         methods |= make_held(fitted)
-        if request["released"]:
-            methods |= make_released(fitted, trained, Settings(**request["settings"]))
+        slow = make_released(fitted, trained, Settings(**request["settings"]))
+        methods |= {name: slow[name] for name in request["released"]}
         jax.block_until_ready((fitted.kernel_op, _initialise_libraries()))
         gone = np.asarray(request["gone"])
         seconds = {}
