@@ -94,7 +94,5 @@ class Trajectories:
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def end(self, ridge: float) -> dict[str, Any]:
-        """The last epoch, and how large the outputs are before the first."""
-        first = outputs_at(self.model, self.model.params, self.points.x, False)
-        last = {name: values[-1] for name, values in self.follow(ridge).items()}
-        return last | {"initial_rms": float(jnp.sqrt(jnp.mean(first**2)))}
+        """The last epoch."""
+        return {name: values[-1] for name, values in self.follow(ridge).items()}
