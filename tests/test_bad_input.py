@@ -184,6 +184,17 @@ def test_queries(case):
         update.delta_loss(p.x_q, p.y_q[:2])
 
 
+def test_queries_at_which_the_model_overflows():
+    rng = np.random.default_rng(0)
+    x, y = jnp.asarray(rng.normal(size=(6, 2))), rng.normal(size=(6, 1))
+    model = dfl.linearize(lambda w, x: (x**3) @ w[:, None], jnp.zeros(2))
+    update = dfl.fit(model, x, y, loss=dfl.SquaredError(), ridge=0.1).edit(dfl.Remove([0]))
+    far = jnp.full((3, 2), 1e200)
+    for read in (update.predict, update.delta_outputs, lambda q: update.delta_loss(q, y[:3])):
+        with pytest.raises(ValueError, match="overflows at these queries: scale"):
+            read(far)
+
+
 def test_trained_params_of_another_structure(case):
     p, _ = case
     with pytest.raises(ValueError, match="tree structure"):

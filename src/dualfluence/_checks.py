@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+OVERFLOW = "The model overflows at these queries: scale them as the training features were."
 
-def check_finite(name: str, value: Any) -> None:
+
+def check_finite(name: str, value: Any, *, hint: str = "Clean or drop these points first.") -> None:
     """Raise if a floating array holds NaN or inf, naming the first bad place."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact) or bool(jnp.isfinite(array).all()):
@@ -16,7 +18,7 @@ def check_finite(name: str, value: Any) -> None:
     first = tuple(int(i) for i in bad[0])
     raise ValueError(
         f"{name}: every entry must be finite, got {np.asarray(array)[first]} at index {first} "
-        f"({len(bad)} bad of {array.size}). Clean or drop these points first."
+        f"({len(bad)} bad of {array.size}). {hint}"
     )
 
 

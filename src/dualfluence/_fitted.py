@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ._checks import check_queries
+from ._checks import OVERFLOW, check_finite, check_queries
 from ._edits import AbstractEdit, TrainingSet, apply_edits
 from ._layout import Device, Layout, as_mesh, on_mesh
 from ._models import AbstractSource, JacobianSource, NetworkSource, make_jacobian
@@ -364,7 +364,9 @@ class Update(DualModel):
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = check_queries(xq, self.x)
         if linearised:
-            return self.source.cross_mv(xq, self.x, self.delta_alpha)
+            change = self.source.cross_mv(xq, self.x, self.delta_alpha)
+            check_finite("delta_outputs", change, hint=OVERFLOW)
+            return change
         return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
 
     def delta_loss(
@@ -398,7 +400,10 @@ class Update(DualModel):
         else:
             change = loss.value(f + delta_f, y) - loss.value(f, y)
             ridge_change = 0.5 * (_square(self.state) - _square(before.state))
-        return change + before.ridge * ridge_change if include_ridge else change
+        if include_ridge:
+            change = change + before.ridge * ridge_change
+        check_finite("delta_loss", change, hint=OVERFLOW)
+        return change
 
     def commit(self) -> Fitted:
         """The updated model as a fit of its own, ready for the next request.

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ._checks import check_finite, check_queries
+from ._checks import OVERFLOW, check_finite, check_queries
 from ._compile import filter_jit
 from ._edits import TrainingSet
 from ._layout import Layout
@@ -86,7 +86,7 @@ class DualModel(abc.ABC):
         """
         xq = check_queries(xq, self.x)
         outputs = self._outputs_at(xq, linearised)
-        check_finite("predict", outputs)
+        check_finite("predict", outputs, hint=OVERFLOW)
         return outputs
 
     def _outputs_at(self, xq: Array, linearised: bool) -> Float[Array, "q c"]:
