@@ -89,6 +89,11 @@ def reproduce(
         float | None, typer.Option(help="Seconds after which no new piece is started.")
     ] = None,
     percentages: Annotated[str | None, typer.Option(help="Only these, e.g. 10,50,90.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Of every training.")] = None,
+    matmul_precision: Annotated[
+        str | None, typer.Option(help="Of matrix products, e.g. highest or TF32_TF32_F32_X3.")
+    ] = None,
+    plots_only: Annotated[bool, typer.Option(help="Redraw from the JSON files.")] = False,
 ) -> None:
     """Run the paper's experiments, draw its figures, and compare with the published values."""
     if name not in (*experiments.NAMES, "all") or scale not in experiments.SCALES:
@@ -96,7 +101,11 @@ def reproduce(
             f"expected {', '.join(experiments.NAMES)} or all at scale "
             f"{' or '.join(experiments.SCALES)}, got {name!r} at {scale!r}"
         )
-    chosen = None if percentages is None else tuple(int(p) for p in percentages.split(","))
+    overrides = {
+        "percentages": None if percentages is None else _whole_numbers(percentages),
+        "epochs": epochs,
+        "matmul_precision": matmul_precision,
+    }
     finished = experiments.reproduce(
         name,
         scale=scale,
@@ -105,10 +114,20 @@ def reproduce(
         resume=resume,
         seed=seed,
         budget=budget,
-        overrides={} if chosen is None else {"percentages": chosen},
+        overrides=overrides,
+        plots_only=plots_only,
     )
     if not finished:
         raise typer.Exit(3)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected whole numbers with commas between, e.g. 10,50,90, got {text!r}"
+        ) from None
 
 
 @app.command()

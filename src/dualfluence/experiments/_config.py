@@ -139,7 +139,7 @@ _FCNN = Row("fcnn", _MNIST, Architecture("fcnn", 3, 1024), Training("softmax", 1
 _CNN = Row("cnn", _CIFAR, Architecture("cnn", 3, 128), Training("squared", 1e-1, 0.1, 500, 0.9), 0)
 
 CONFIGS: dict[tuple[str, str], Config] = {
-    ("fig1", "paper"): Fig1((_FCNN, _CNN), released_repeats=3),
+    ("fig1", "paper"): Fig1((_FCNN, _CNN), released_repeats=5),
     ("fig1", "smoke"): Fig1(
         (
             replace(
@@ -250,6 +250,9 @@ def configure(name: str, scale: str, overrides: dict[str, Any] | None = None) ->
     epochs = given.pop("epochs", None)
     known = {field.name for field in fields(config)}
     config = replace(config, **{key: value for key, value in given.items() if key in known})
+    percentages = getattr(config, "percentages", (50,))
+    if not percentages or not all(0 < percent < 100 for percent in percentages):
+        raise ValueError(f"reproduce: percentages must lie between 1 and 99, got {percentages}.")
     if epochs is None:
         return config
     if isinstance(config, Fig1 | Fig4):

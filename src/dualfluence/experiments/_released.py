@@ -3,7 +3,8 @@
 The compiled methods of this library serve the comparison of algorithms; these serve that of
 runtimes. Each call hands new closures to `jax.scipy.sparse.linalg.cg` outside of `jit`, so each call
 traces and compiles its loop again; curvature comes from forward-over-reverse differentiation of the
-loss; `K` is a four-axis array. Written anew from the paper's section 4.1 and its equations.
+loss; `K` is a four-axis array; matrix products are left to JAX's default precision by the caller.
+Written anew from the paper's section 4.1 and its equations.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,7 @@ from ._claims import CLAIMS, COMPARISONS
 from ._config import NAMES
 from ._published import SOURCE
 from ._results import read_results, write_bytes
-from ._verdicts import FAILS, HOLDS, Claim, Comparison
+from ._verdicts import FAILS, HOLDS, PARTLY, Claim, Comparison
 
 TITLES = {
     "fig1": "Figure 1: unlearning from linearised networks",
@@ -42,7 +42,7 @@ NOTES = {
     ),
     "linear": "Ridge on ‖θ‖²; one step is the influence function, exact for squared error.",
 }
-MARKS = {HOLDS: ("✓", "#00694d"), FAILS: ("✗", "#a34700")}
+MARKS = {HOLDS: ("✓", "#00694d"), FAILS: ("✗", "#a34700"), PARTLY: ("(✓)", "#555")}
 STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff; margin: 2rem auto;
@@ -90,7 +90,7 @@ def _summary(present: dict[str, dict[str, Any]]) -> str:
     counts = {v: sum(c.verdict == v for c in claims) for v in (HOLDS, FAILS)}
     parts.append(
         f"<p><strong>{counts[HOLDS]} claims hold, {counts[FAILS]} do not</strong>, "
-        f"{len(claims) - sum(counts.values())} could not be measured here.</p>"
+        f"{len(claims) - sum(counts.values())} could not be measured here, or not everywhere.</p>"
     )
     return "".join(parts)
 

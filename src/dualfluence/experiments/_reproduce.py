@@ -9,6 +9,7 @@ import jax
 
 from .. import datasets
 from .._progress import ProgressFn
+from ..datasets._files import given_folder
 from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
 from ._common import Context, LoadFn
 from ._config import NAMES, Config, Fig1, Fig4, configure
@@ -59,6 +60,11 @@ def reproduce(
     folder = Path(out)
     configs = {n: configure(n, scale, overrides) for n in names}
     complete = True
+    if plots_only and not any(read_results(folder, n) for n in names):
+        raise FileNotFoundError(
+            f"reproduce: nothing to draw in {folder}; expected {', '.join(f'{n}.json' for n in names)}. "
+            "Run without plots_only first."
+        )
     if not plots_only:
         if load is datasets.load:
             _check_data(configs, data_dir, progress)
@@ -88,6 +94,7 @@ def _execute(run: Run, config: Config, context: Context) -> None:
 
 def _check_data(configs: dict[str, Config], data_dir: Any, progress: bool | ProgressFn) -> None:
     """Ask for every data set before the first hour is spent."""
+    given_folder(data_dir)  # an error if it is named but not there, even if it is not needed
     needed: set[tuple[str, tuple[int, ...]]] = set()
     for config in configs.values():
         parts = [r.data for r in config.rows] if isinstance(config, Fig1 | Fig4) else [config.data]

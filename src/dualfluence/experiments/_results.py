@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from .._files import write_atomically
+from .._version import __version__
 from ._config import Config, as_json
 
 COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
@@ -90,17 +91,22 @@ class Run:
                 "fingerprint": self._fingerprint,
                 "seconds": time.perf_counter() - start,
                 "device": device_name(),
-                "values": values,
+                "commit": commit(),
+                "values": plain(values),
             }
             write_json(path, found)
-        self.pieces[key] = {k: found[k] for k in ("seconds", "device", "values")}
+        self.pieces[key] = {k: v for k, v in found.items() if k != "fingerprint"}
         return found["values"]
 
     def _read(self, path: Path) -> dict[str, Any] | None:
         if not path.exists():
             return None
-        found = json.loads(path.read_text())
-        return found if found.get("fingerprint") == self._fingerprint else None
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:  # damaged from outside: computed again
+            return None
+        known = isinstance(found, dict) and found.get("fingerprint") == self._fingerprint
+        return found if known and {"seconds", "device", "values"} <= found.keys() else None
 
     def _measured_on(self) -> dict[str, str]:
         """The devices of the pieces: a resumed run may put results together on another machine."""
@@ -175,9 +181,9 @@ def device_name() -> str:
 
 def environment() -> dict[str, Any]:
     """Versions, device, time and commit."""
-    packages = ("dualfluence", "jax", "jaxlib", "equinox", "numpy")
+    packages = {p: _version(p) for p in ("jax", "jaxlib", "equinox", "numpy")}
     return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in packages},
+        "versions": {"python": platform.python_version(), "dualfluence": __version__} | packages,
         "device": device_name(),
         "platform": jax.default_backend(),
         "num_devices": jax.device_count(),

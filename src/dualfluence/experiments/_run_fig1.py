@@ -32,6 +32,7 @@ from ._methods import (
     PAPER_RELEASED,
     RANDOM,
     RELEASED,
+    RELEASED_PRECISION,
     RETRAINED,
     SHARDED,
     Method,
@@ -56,10 +57,6 @@ def run(config: Fig1, context: Context) -> None:
         if config.cold:
             for percent in config.percentages:
                 context.run.piece(f"{row.name}/{percent}/cold", partial(case.cold, percent))
-        if row.network.kind == "cnn" and jax.default_backend() == "gpu":
-            for percent in sorted({min(config.percentages), max(config.percentages)}):
-                key = f"{row.name}/{percent}/default_precision"
-                context.run.piece(key, partial(case.at_default_precision, percent))
         case.close()
 
 
@@ -223,6 +220,7 @@ class LinearisedCase:
             "distance": distance,
             "accuracy": accuracy,
             "warm_seconds": warm,
+            "released_precision": RELEASED_PRECISION,
             "retrain_seconds": seconds,
             "retrained_apart": metrics.relative_distance(targets["published"], targets["exact"]),
             "change": metrics.relative_distance(self.trained["exact"][1], targets["exact"]),
@@ -249,17 +247,6 @@ class LinearisedCase:
         for name, method in make_released(base, params, self.settings).items():
             found[name] = jax.block_until_ready(method(sets[0])[0])
             warm[name] = [timed(lambda s=s, m=method: m(s)[0])[1] for s in sets[1 : count + 1]]
-
-    def at_default_precision(self, percent: int) -> dict[str, Any]:
-        """The methods as released with the matrix products that JAX chooses: TF32 on recent GPUs."""
-        self.context.say(f"{self.row.name}: {percent} % removed, default precision")
-        gone = self._forget_sets(percent, 1)[0]
-        targets, _ = self._retrain(np.setdiff1d(np.arange(self.points.x.shape[0]), gone))
-        base, params = self.trained["published"]
-        with jax.default_matmul_precision("default"):
-            methods = make_released(base, params, self.settings)
-            found = {name: method(gone)[0] for name, method in methods.items()}
-        return {"distance": _distances(found, targets)}
 
     def _forget_sets(self, percent: int, count: int) -> list[np.ndarray]:
         where, seed = self.row.remove_from, self.context.seed

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
+PARTLY = "holds where measured"
 FACTOR = 2.0
 
 
