@@ -1,5 +1,7 @@
 """Requests after the first compile nothing, whatever their indices and count."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -7,6 +9,7 @@ import cases
 import dualfluence as dfl
 import problems
 from dualfluence import _newton
+from dualfluence._compile import filter_jit
 
 
 @pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=repr)
@@ -43,3 +46,21 @@ def test_auto_explains_its_choice():
     update = fitted.edit(dfl.Remove([1]), solver=dfl.Auto(direct_size=10))
     assert update.stats.solver.startswith("CG")
     assert "39 > 10" in update.stats.reason
+
+
+def test_functions_of_arrays_and_of_other_things_agree():
+    """With arrays alone a call goes to `jax.jit`, with anything else to `equinox.filter_jit`."""
+    counted = []
+
+    @filter_jit
+    def power(x, exponent):
+        counted.append(exponent)
+        return x**exponent
+
+    x = jnp.arange(3.0)
+    for exponent in (jnp.asarray(2), jnp.asarray(3), 2, 3):
+        np.testing.assert_array_equal(power(x, exponent), np.arange(3.0) ** int(exponent))
+    assert len(counted) == 3  # the arrays share a program, the numbers are part of theirs
+    assert counted[1:] == [2, 3]
+    doubled = jax.jit(lambda x: power(x, jnp.asarray(2)) * 2)
+    np.testing.assert_array_equal(doubled(x), [0, 2, 8])

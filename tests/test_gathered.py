@@ -80,12 +80,12 @@ def test_later_requests_of_like_size_compile_nothing(monkeypatch):
         assert _newton.COUNTERS["traces"] == before
 
 
-def test_rows_hold_every_weight_and_come_in_halves():
+def test_rows_hold_every_weight_and_come_in_few_sizes():
     weights = np.ones(100)
     assert rows_that_count(weights) is None
     weights[:49] = 0
     assert rows_that_count(weights) is None
-    for count, size in ((50, 50), (75, 25), (76, 25), (99, 1)):
+    for count, size in ((50, 50), (62, 50), (63, 37), (75, 25), (76, 25), (82, 18), (99, 1)):
         weights[:count] = 0
         rows = rows_that_count(weights)
         assert rows is not None

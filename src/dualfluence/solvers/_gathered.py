@@ -66,14 +66,16 @@ class Gathered(AbstractDualSolver):
 
 
 def rows_that_count(weights: np.ndarray) -> np.ndarray | None:
-    """Every point with a weight and some without; `None` where that is more than half of them.
+    """Every point with a weight and some without; `None` where more than half have one.
 
-    Halves, quarters and so on of all points, so that later requests find compiled programs.
+    Always one of a few sizes (a half of all points, 3/8, 1/4, 3/16, ...), so that later requests find
+    compiled programs.
     """
     kept = np.flatnonzero(weights)
-    size = weights.size
-    while kept.size <= size // 2:
-        size //= 2
+    size, half = weights.size, weights.size // 2
+    while kept.size <= half:
+        size = half * 3 // 4 if kept.size <= half * 3 // 4 else half
+        half //= 2
     if size == weights.size:
         return None
     spare = np.flatnonzero(weights == 0)[: size - kept.size]
