@@ -1,5 +1,8 @@
 """Every bad input gets an error that says what came and what to try."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -184,6 +187,108 @@ def test_queries(case):
         update.delta_loss(p.x_q, p.y_q[:2])
 
 
+def _on_integers(y=None, loss=None):
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 9, size=(12, 2)).astype(np.uint8)
+    y = rng.normal(size=(12, 1)) if y is None else y
+    model = dfl.linearize(lambda w, x: (x / 9.0) @ w[:, None], jnp.zeros(2))
+    return dfl.fit(model, x, y, loss=loss or dfl.SquaredError(), ridge=0.1, progress=False)
+
+
+def test_values_that_integers_cannot_hold():
+    fitted = _on_integers()
+    np.testing.assert_array_equal(  # whole numbers are fine, whatever their dtype
+        fitted.predict(np.array([[3.0, 4.0]])), fitted.predict(np.array([[3, 4]], np.uint8))
+    )
+    for queries in ([[0.5, 1.0]], [[300, 1]], [[-1, 1]]):
+        with pytest.raises(ValueError, match=r"queries: .*fitted on uint8.*Fit it on floating"):
+            fitted.predict(np.asarray(queries))
+    for edit in (dfl.Add([[0.5, 1.0]], [[1.0]]), dfl.Replace([0], x=[[0.5, 1.0]])):
+        with pytest.raises(ValueError, match="x: the model was fitted on uint8"):
+            fitted.edit(edit)
+    counts = dfl.Convex(lambda f, y: jnp.sum((f - y) ** 2))
+    fitted = _on_integers(y=np.arange(12).reshape(12, 1), loss=counts)
+    for edit in (dfl.Relabel([0], [[1.7]]), dfl.Add([[1, 1]], [[1.7]])):
+        with pytest.raises(ValueError, match="targets: the model was fitted on int"):
+            fitted.edit(edit)
+
+
+def test_things_that_are_no_numbers(case):
+    p, fitted = case
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.1}
+    with pytest.raises(TypeError, match="y: expected numbers, got dtype <U"):
+        dfl.fit(cases.model(p), p.x, ["cat"] * len(p.x), **options)
+    with pytest.raises(TypeError, match="x: expected numbers"):
+        dfl.fit(cases.model(p), np.full(p.x.shape, "a"), p.y, **options)
+    with pytest.raises(TypeError, match="Relabel targets: expected numbers"):
+        dfl.Relabel([0], ["cat"])
+    with pytest.raises(TypeError, match="Add x: expected real numbers"):
+        fitted.edit(dfl.Add(p.x_q * 1j, p.y_q))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rtol": 2.0}, "rtol must lie between 0 and 1, got 2.0"),
+        ({"steps": 0}, "steps must be a whole number, at least 1, got 0"),
+    ],
+)
+def test_options_of_edit(case, options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        case[1].edit(dfl.Remove([0]), **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": 0.0}, "tolerance must be a positive number"),
+        ({"tolerance": np.nan}, "tolerance must be a positive number"),
+        ({"rtol": -1.0}, "rtol must lie between 0 and 1"),
+        (
+            {"weights": np.ones((5, 1))},
+            r"weights must be a vector, one per point, got shape \(5, 1\)",
+        ),
+    ],
+)
+def test_options_of_fit(options, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        dfl.fit(jnp.eye(5), None, np.ones((5, 1)), loss=dfl.SquaredError(), ridge=1.0, **options)
+
+
+def test_no_queries(case):
+    p, fitted = case
+    with pytest.raises(ValueError, match="queries: need at least one row"):
+        fitted.predict(p.x_q[:0])
+
+
+def test_a_weight_beyond_float32_is_a_weight():
+    assert dfl.Reweight([1], [1e39]).weights[0] == 1e39
+
+
+def test_widths_are_named():
+    with pytest.raises(TypeError, match="positional"):
+        dfl.infinite.Dense(64)  # pyright: ignore[reportCallIssue]
+
+
+def test_a_kernel_of_the_same_points_in_another_order():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(40, 3)), rng.normal(size=(40, 1))
+    model = dfl.linearize(lambda w, x: x @ w[:, None], jnp.zeros(3))
+    other = np.concatenate([x[:4], x[4:][::-1]])
+    op = dfl.kernel_operator(model, x, progress=False)
+    with pytest.raises(ValueError, match="are the points in another order"):
+        dfl.fit(model, other, y, loss=dfl.SquaredError(), ridge=0.1, kernel_op=op)
+
+
+def test_shapes_of_trained_parameters(case):
+    p, fitted = case
+    args = (cases.model(p), fitted.params(), jnp.asarray(p.x), p.y)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.1, "progress": False}
+    longer = jax.tree.map(lambda a: jnp.concatenate([a, a]), fitted.params())
+    with pytest.raises(ValueError, match="must have the shapes of those given to linearize"):
+        dfl.from_trained(args[0], longer, *args[2:], **options)
+
+
 def test_queries_at_which_the_model_overflows():
     rng = np.random.default_rng(0)
     x, y = jnp.asarray(rng.normal(size=(6, 2))), rng.normal(size=(6, 1))
@@ -246,3 +351,48 @@ def test_a_kernel_of_another_model_is_refused(case):
         cases.fit(p, kernel_op=dfl.operators.DenseOperator(2 * fitted.kernel_op.matrix, 3))
     again = cases.fit(p, kernel_op=fitted.kernel_op)
     np.testing.assert_allclose(again.alpha, fitted.alpha, rtol=1e-9)
+
+
+WRONG_TYPES = """
+import jax.numpy as jnp, numpy as np, dualfluence as dfl
+model = dfl.linearize(lambda w, x: x @ w, jnp.zeros((2, 1)))
+x, y = np.ones((4, 2)), np.ones((4, 1))
+o = {"loss": dfl.SquaredError(), "ridge": 0.1, "progress": False}
+fitted = dfl.fit(model, x, y, **o)
+calls = [
+    lambda: fitted.edit(None),
+    lambda: fitted.edit(3),
+    lambda: fitted.edit(dfl.Remove([0]), solver="cg"),
+    lambda: fitted.edit(dfl.Remove([0]), solver=dfl.CG),
+    lambda: fitted.edit(dfl.Remove([0]), steps=1.5),
+    lambda: dfl.fit(model, x, y, solver="cg", **o),
+    lambda: dfl.linearize(3, jnp.zeros(2)),
+    lambda: dfl.from_trained(model, fitted.params(), x, y, tangent="traind", **o),
+]
+for call in calls:
+    try:
+        call()
+    except (TypeError, ValueError) as error:
+        print(error)
+    else:
+        print("no error")
+"""
+
+
+def test_wrong_types_without_a_type_checker():
+    """In a process of its own: here, the tests' type checker would speak first."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRONG_TYPES], capture_output=True, text=True, check=True
+    )
+    expected = [
+        "expected Remove, Relabel, Reweight, Replace or Add, or a list of them, got NoneType",
+        "expected Remove, Relabel, Reweight, Replace or Add, or a list of them, got int",
+        "edit: solver must be an object such as Auto(), CG() or Cholesky(), got 'cg'",
+        "edit: solver must be an object such as Auto(), CG() or Cholesky(), got <class",
+        "edit: steps must be a whole number, at least 1, got 1.5",
+        "fit: solver must be an object",
+        "linearize: apply_fn must be a function of (params, x), got int",
+        "from_trained: tangent must be 'initial' or 'trained', got 'traind'",
+    ]
+    for line, want in zip(done.stdout.splitlines(), expected, strict=True):
+        assert want in line

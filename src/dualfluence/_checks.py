@@ -12,7 +12,8 @@ OVERFLOW = "The model overflows at these queries: scale them as the training fea
 def check_finite(name: str, value: Any, *, hint: str = "Clean or drop these points first.") -> None:
     """Raise if a floating array holds NaN or inf, naming the first bad place."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    if not jnp.issubdtype(array.dtype, jnp.inexact) or bool(jnp.isfinite(array).all()):
+    xp: Any = jnp if isinstance(array, jax.Array) else np
+    if not jnp.issubdtype(array.dtype, jnp.inexact) or bool(xp.isfinite(array).all()):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(array)))
     first = tuple(int(i) for i in bad[0])
@@ -71,11 +72,45 @@ def check_rows(name: str, value: Any, num_rows: int, what: str) -> None:
         )
 
 
+def check_numbers(name: str, value: Any) -> None:
+    """Raise if `value` holds strings or other things that are no numbers."""
+    array = value if hasattr(value, "dtype") else np.asarray(value)
+    if not (jnp.issubdtype(array.dtype, jnp.number) or array.dtype == bool):
+        raise TypeError(
+            f"{name}: expected numbers, got dtype {array.dtype}. Encode names as class indices or "
+            "one-hot rows first."
+        )
+
+
+def as_dtype(name: str, value: Any, dtype: Any) -> jax.Array:
+    """`value` in the dtype of what was trained on; an error if integers cannot hold it."""
+    check_numbers(name, value)
+    array = jnp.asarray(value)
+    if jnp.issubdtype(array.dtype, jnp.complexfloating) and array.dtype != dtype:
+        raise TypeError(f"{name}: expected real numbers, got {array.dtype}.")
+    cast = array.astype(dtype)
+    if not jnp.issubdtype(dtype, jnp.inexact) and not bool((cast == array).all()):
+        raise ValueError(
+            f"{name}: the model was fitted on {jnp.dtype(dtype)}, which cannot hold these {array.dtype} "
+            "values. Fit it on floating-point numbers, e.g. x.astype(float)."
+        )
+    return cast
+
+
+def check_fraction(name: str, value: float | None) -> None:
+    """Raise unless `value` is `None` or a number between 0 and 1."""
+    if value is not None and not 0 < value < 1:
+        raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
+
+
 def check_queries(xq: Any, x: jax.Array) -> jax.Array:
     """Queries as an array with the trailing shape and dtype of the training features `x`."""
+    check_numbers("queries", xq)
     array = jnp.asarray(xq)
     if array.ndim == 0 or array.shape[1:] != x.shape[1:]:
         want = ", ".join(("q", *map(str, x.shape[1:])))
         raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
+    if array.shape[0] == 0:
+        raise ValueError("queries: need at least one row, got none.")
     check_finite("queries", array)
-    return array.astype(x.dtype)
+    return as_dtype("queries", array, x.dtype)

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ._checks import check_finite, check_indices, check_range, check_rows
+from ._checks import (
+    as_dtype,
+    check_finite,
+    check_indices,
+    check_numbers,
+    check_range,
+    check_rows,
+)
 from .losses import AbstractLoss
 
 
@@ -80,13 +87,15 @@ class Relabel(AbstractEdit):
     def __init__(self, indices: Any, targets: Any) -> None:
         self.indices = check_indices("Relabel", indices)
         self.targets = np.atleast_1d(np.asarray(targets))
+        check_numbers("Relabel targets", self.targets)
         check_rows("Relabel targets", self.targets, self.indices.size, "index")
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
         _check_present("Relabel", self.indices, data)
         # On the host: a scatter on the device would compile anew for every number of indices.
         targets = np.array(data.targets)
-        targets[self.indices] = loss.prepare_targets(self.targets, num_outputs, targets.dtype)
+        new = loss.prepare_targets(self.targets, num_outputs, targets.dtype)
+        targets[self.indices] = as_dtype("Relabel targets", new, targets.dtype)
         return TrainingSet(data.x, jnp.asarray(targets), data.sample_weights)
 
 
@@ -139,6 +148,7 @@ class Add(AbstractEdit):
         if self.x.ndim == 0 or self.x.shape[0] == 0:
             raise ValueError(f"Add: x needs one row per new point, got shape {self.x.shape}.")
         self.targets = np.atleast_1d(np.asarray(targets))
+        check_numbers("Add targets", self.targets)
         check_rows("Add targets", self.targets, self.x.shape[0], "new point")
         ones = np.ones(self.x.shape[0]) if weights is None else weights
         self.weights = _check_weights("Add", ones, self.x.shape[0])
@@ -155,8 +165,7 @@ def apply_edits(
     num_outputs: int,
 ) -> TrainingSet:
     """All edits in order, checked so that some weight is left."""
-    sequence = [edits] if isinstance(edits, AbstractEdit) else list(edits)
-    for edit in sequence:
+    for edit in edits if isinstance(edits, (list, tuple)) else [edits]:
         if not isinstance(edit, AbstractEdit):
             raise TypeError(
                 "edit: expected Remove, Relabel, Reweight, Replace or Add, or a list of them, got "
@@ -201,9 +210,12 @@ def _appended(
             f"{name}: new features must have shape (m, {', '.join(map(str, data.x.shape[1:]))}), "
             f"got {x.shape}."
         )
+    check_numbers(f"{name} x", x)
     check_finite(f"{name} x", x)
+    new_x = as_dtype(f"{name} x", x, data.x.dtype)
+    new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)
     return TrainingSet(
-        jnp.concatenate([data.x, jnp.asarray(x, data.x.dtype)]),
-        jnp.concatenate([data.targets, jnp.asarray(targets, data.targets.dtype)]),
+        jnp.concatenate([data.x, new_x]),
+        jnp.concatenate([data.targets, new_targets]),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )

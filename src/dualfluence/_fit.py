@@ -10,13 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ._checks import check_finite
+from ._checks import check_finite, check_fraction
 from ._fitted import (
     MAX_STEPS,
     Fidelity,
     Fitted,
     OnFailure,
     check_outcome,
+    check_solver,
     default_rtol,
     default_tolerance,
     make_problem,
@@ -106,6 +107,10 @@ def fit(
 
     **Returns:** `Fitted`.
     """
+    check_solver("fit", solver, (AbstractDualSolver, Auto))
+    check_fraction("fit: rtol", rtol)
+    if tolerance is not None and not 0 < tolerance < np.inf:
+        raise ValueError(f"fit: tolerance must be a positive number, got {tolerance}.")
     clock = Clock()
     source = place_source(as_source(model), mesh_of(kernel_op) if mesh is None else mesh)
     setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
@@ -225,6 +230,14 @@ def from_trained(
             "from_trained: trained_params must have the tree structure of the parameters given to "
             f"linearize, {jax.tree.structure(model.params)}."
         )
+    if tangent not in ("initial", "trained"):
+        raise ValueError(f"from_trained: tangent must be 'initial' or 'trained', got {tangent!r}.")
+    for own, given in zip(*map(jax.tree.leaves, (model.params, trained_params)), strict=True):
+        if np.shape(own) != np.shape(given):
+            raise ValueError(
+                f"from_trained: trained_params must have the shapes of those given to linearize; one "
+                f"leaf is {np.shape(given)} instead of {np.shape(own)}."
+            )
     clock = Clock()
     tangent_model = replace(model, params=trained_params) if tangent == "trained" else model
     source = place_source(NetworkSource(tangent_model), mesh)
@@ -242,7 +255,16 @@ def from_trained(
     state = State(placed, op_mv(op, placed))
     offset = op.layout.place(outputs, "last") - state.k_alpha
     fidelity = _fidelity(
-        model, gradient_model, data.x, g, alpha, change, outputs, linear_outputs, ridge
+        model,
+        tangent_model,
+        gradient_model,
+        data.x,
+        g,
+        alpha,
+        change,
+        outputs,
+        linear_outputs,
+        ridge,
     )
     diagonal = op_diagonal(op)
     problem = make_problem(data, loss, float(ridge), offset, op.layout)
@@ -279,6 +301,7 @@ def from_trained(
 
 def _fidelity(
     model: Linearized,
+    tangent_model: Linearized,
     gradient_model: Linearized,
     x: Array,
     g: Array,
@@ -289,7 +312,7 @@ def _fidelity(
     ridge: float,
 ) -> Fidelity:
     gradient = jax.tree.map(lambda a, b: a + ridge * b, pull_back(gradient_model, x, g), change)
-    gap = jax.tree.map(jnp.subtract, change, pull_back(model, x, alpha))
+    gap = jax.tree.map(jnp.subtract, change, pull_back(tangent_model, x, alpha))
     base = outputs_at(model, model.params, x, linearised=False)
     moved = float(jnp.linalg.norm(linear_outputs - base))
     return Fidelity(

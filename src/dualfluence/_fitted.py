@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ._checks import OVERFLOW, check_finite, check_queries
+from ._checks import OVERFLOW, check_finite, check_fraction, check_queries
 from ._edits import AbstractEdit, TrainingSet, apply_edits
 from ._layout import Device, Layout, as_mesh, on_mesh
 from ._models import AbstractSource, JacobianSource, NetworkSource, make_jacobian
@@ -125,8 +125,10 @@ class Fitted(DualModel):
 
         **Returns:** an `Update`.
         """
-        if steps < 1:
-            raise ValueError(f"edit: steps must be at least 1, got {steps}.")
+        if not isinstance(steps, (int, np.integer)) or steps < 1:
+            raise ValueError(f"edit: steps must be a whole number, at least 1, got {steps}.")
+        check_solver("edit", solver, (AbstractDualSolver, Auto, AbstractPaperForm))
+        check_fraction("edit: rtol", rtol)
         if until is not None and not until > 0:
             raise ValueError(f"edit: until must be a positive distance, got {until}.")
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
@@ -162,6 +164,7 @@ class Fitted(DualModel):
 
         Reuses the kernel, nothing else. `tolerance` is on `certificate.relative_bound`, as in `fit`.
         """
+        check_solver("retrain", solver, (AbstractDualSolver, Auto))
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
@@ -417,6 +420,14 @@ class Update(DualModel):
             state=self.state,
             certificate=self.certificate,
             stats=self.stats,
+        )
+
+
+def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
+    """Raise unless `solver` is `None` or one of these."""
+    if solver is not None and not isinstance(solver, kinds):
+        raise TypeError(
+            f"{what}: solver must be an object such as Auto(), CG() or Cholesky(), got {solver!r}."
         )
 
 

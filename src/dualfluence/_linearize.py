@@ -155,7 +155,13 @@ class Linearized(eqx.Module):
 
     def apply_shape(self, x: Shaped[Array, "n ..."]) -> tuple[int, int]:
         """`(n, c)`, or an error if `apply_fn` returns anything else."""
-        out = jax.eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
+        try:
+            out = eqx.filter_eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"linearize: apply_fn(params, x) fails for x of shape {x.shape} and dtype {x.dtype}: "
+                f"{error}"
+            ) from error
         shape = getattr(out, "shape", None)
         if shape is None or len(shape) != 2 or shape[0] != x.shape[0]:
             raise ValueError(
@@ -193,7 +199,8 @@ def linearize(
     **Arguments:**
 
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 must not see each other.
-    - `params`: a pytree; floating leaves are trainable, others (integers, …) are kept as they are.
+    - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable,
+      all else (integers, Python numbers, functions, …) is kept as it is.
     - `anchor`: where to linearise, `"params"` or `"zero"`.
     - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
@@ -201,13 +208,17 @@ def linearize(
     leaves, treedef = jax.tree.flatten(params)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     mask = tuple(
-        bool(eqx.is_inexact_array_like(leaf) and (trainable is None or trainable(path, leaf)))
+        bool(_is_floating(leaf) and (trainable is None or trainable(path, leaf)))
         for path, leaf in zip(paths, leaves, strict=True)
     )
     if not any(mask):
         raise ValueError(
-            f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point leaves "
-            "are trainable unless `trainable` rejects them."
+            f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point arrays "
+            "are trainable unless `trainable` rejects them; make Python numbers arrays by jnp.asarray."
+        )
+    if not callable(apply_fn):
+        raise TypeError(
+            f"linearize: apply_fn must be a function of (params, x), got {type(apply_fn).__name__}."
         )
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"linearize: batch_size must be at least 1, got {batch_size}.")
@@ -223,6 +234,11 @@ def linearize(
     if anchor == "zero":
         arrays = [jnp.zeros_like(a) if used else a for a, used in zip(arrays, mask, strict=True)]
     return Linearized(apply_fn, jax.tree.unflatten(treedef, arrays), mask, batch_size, anchor)
+
+
+def _is_floating(leaf: Any) -> bool:
+    array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
+    return array and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
 def _batches(x: Array, size: int, *, zeros: bool = False) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
-from ._checks import check_finite, check_ridge, check_rows
+from ._checks import check_finite, check_numbers, check_ridge, check_rows
 from ._edits import TrainingSet
 from ._kernel_checks import check_kernel
 from ._layout import Device, as_mesh
@@ -45,7 +45,7 @@ from .solvers import (
 )
 
 POWER_STEPS = 1
-PROBES = 4
+PROBES = 16
 KERNEL_SLACK = 1e-2
 """A kernel that is handed in may be stored in half precision."""
 
@@ -80,6 +80,11 @@ def prepare(
         )
     if form not in FORMS:
         raise ValueError(f"fit: form must be one of {FORMS}, got {form!r}.")
+    check_numbers("y", y)
+    if x is None and source.network is not None:
+        raise ValueError("fit: x is None, but a network needs its training features.")
+    if x is not None:
+        check_numbers("x", x)
     features = jnp.arange(np.shape(y)[0]) if x is None else jnp.asarray(x)
     if features.ndim == 0 or features.shape[0] == 0:
         raise ValueError(f"fit: x needs at least one point on axis 0, got shape {features.shape}.")
@@ -114,6 +119,10 @@ def prepare(
         targets = loss.prepare_targets(y, num_outputs, op.dtype)
     samples = np.ones(features.shape[0]) if weights is None else np.asarray(weights, float)
     check_rows("weights", samples, features.shape[0], "point of x")
+    if samples.ndim != 1:
+        raise ValueError(
+            f"fit: weights must be a vector, one per point, got shape {samples.shape}."
+        )
     check_finite("weights", samples)
     if (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("fit: weights must be non-negative with a positive sum.")
@@ -125,13 +134,14 @@ def _check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOpera
     """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
     if isinstance(op, (LowRankOperator, ShardedOperator)) or isinstance(source, ShardedSource):
         return
-    own = source.operator(x[:PROBES], op.num_outputs, form="auto", progress=False).diagonal()
-    given = op_diagonal(op)[:PROBES]
+    where = np.unique(np.linspace(0, x.shape[0] - 1, PROBES).astype(int))
+    own = source.operator(x[where], op.num_outputs, form="auto", progress=False).diagonal()
+    given = op_diagonal(op)[where]
     worst, size = float(jnp.max(jnp.abs(own - given))), float(jnp.max(jnp.abs(own)))
     if worst > KERNEL_SLACK * size:
         raise ValueError(
-            f"fit: kernel_op is not the kernel of this model and these points: its diagonal at the "
-            f"first {PROBES} differs by {worst:.3g} where the model's is {size:.3g}. Was it built "
+            f"fit: kernel_op is not the kernel of this model and these points: its diagonal at "
+            f"{where.size} of them differs by {worst:.3g} where the model's is {size:.3g}. Was it built "
             "from other parameters, or are the points in another order?"
         )
 

@@ -13,9 +13,12 @@ from dualfluence.operators import KroneckerOperator
 from dualfluence.solvers import CG, Cholesky, NoPreconditioner
 
 NET = infinite.serial(
-    infinite.Dense(2.0, 0.1), infinite.Relu(), infinite.Dense(2.0, 0.1), infinite.Relu(),
-    infinite.Dense(2.0, 0.1),
-)  # fmt: skip
+    infinite.Dense(W_std=2.0, b_std=0.1),
+    infinite.Relu(),
+    infinite.Dense(W_std=2.0, b_std=0.1),
+    infinite.Relu(),
+    infinite.Dense(W_std=2.0, b_std=0.1),
+)
 
 
 def digits(n):

@@ -14,19 +14,19 @@ def normal(*size, seed=0):
 
 
 def mlp(*activations):
-    layers = [infinite.Dense(1.5, 0.1)]
+    layers = [infinite.Dense(W_std=1.5, b_std=0.1)]
     for activation in activations:
-        layers += [activation, infinite.Dense(1.5, 0.1)]
+        layers += [activation, infinite.Dense(W_std=1.5, b_std=0.1)]
     return infinite.serial(*layers)
 
 
 def cnn(*end):
     conv = (infinite.Conv(W_std=1.5, b_std=0.1), infinite.Relu())
     end = end or (infinite.Flatten(),)
-    return infinite.serial(*conv, infinite.AvgPool((2, 2)), *conv, *end, infinite.Dense(1.2))
+    return infinite.serial(*conv, infinite.AvgPool((2, 2)), *conv, *end, infinite.Dense(W_std=1.2))
 
 
-POOLED = infinite.serial(*cnn().layers[:3], infinite.Flatten(), infinite.Dense(1.2))
+POOLED = infinite.serial(*cnn().layers[:3], infinite.Flatten(), infinite.Dense(W_std=1.2))
 
 
 def test_tiles_and_symmetry_equal_one_block():
@@ -66,7 +66,7 @@ def banded(padding):
         infinite.Relu(),
         infinite.SumPool((2, 2), padding=padding),
         infinite.Flatten(),
-        infinite.Dense(1.1, 0.1),
+        infinite.Dense(W_std=1.1, b_std=0.1),
     )
 
 
@@ -144,7 +144,7 @@ def test_derivative_matches_finite_differences_off_the_diagonal():
 
 def test_zero_points_are_finite():
     x = np.zeros((2, 5))
-    assert np.array_equal(infinite.serial(infinite.Dense(1.5)).kernel(x), np.zeros((2, 2)))
+    assert np.array_equal(infinite.serial(infinite.Dense(W_std=1.5)).kernel(x), np.zeros((2, 2)))
     assert np.isfinite(mlp(infinite.Relu(), infinite.Sign()).kernel(x)).all()
 
 

@@ -84,7 +84,7 @@ def _out_width(layer: "Dense | Conv", width: int) -> int:
     return (width if layer.width is None else layer.width) * layer.s[1]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Dense(AbstractLayer):
     r"""A fully connected layer on the channels; on images, the same at every pixel.
 

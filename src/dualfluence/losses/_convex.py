@@ -34,7 +34,8 @@ class Convex(AbstractLoss):
         if array.ndim == 0:
             raise ValueError("Convex: targets need one row per point, got a scalar.")
         check_finite("Convex targets", array)
-        return array.astype(dtype) if jnp.issubdtype(array.dtype, jnp.inexact) else array
+        floating = all(jnp.issubdtype(d, jnp.inexact) for d in (array.dtype, dtype))
+        return array.astype(dtype) if floating else array
 
     def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
         return jax.vmap(self.fn)(outputs, targets)
