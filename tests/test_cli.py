@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dualfluence import cli
+from dualfluence.cli import _app
 from dualfluence.cli._app import app
 from dualfluence.demo import METHODS, run_demo, write_page
 
@@ -30,6 +31,37 @@ def test_plan_says_what_fits_and_fails_where_nothing_does():
     assert "dense" in fits.output
     none = runner.invoke(app, ["plan", "1000000", "--memory-gib", "0.001"])
     assert none.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "10", "--parameters", "-4"],
+        ["plan", "10", "--memory-gib", "-3"],
+        ["demo", "--seed", "-1"],
+        ["reproduce", "fig1", "--seed", "99999999999999999999"],
+        ["reproduce", "fig1", "--percentages", "10,x"],
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments):
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "Invalid value" in result.output
+
+
+def test_plan_is_for_floating_point_kernels():
+    for dtype in ("float99", "int32"):
+        result = runner.invoke(app, ["plan", "10", "--dtype", dtype])
+        assert "dtype must be a floating-point one" in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [["demo", "--out", "{}"], ["bench", "--out", "{}/a.json"]])
+def test_folders_are_tried_before_the_work(command, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(_app.demonstration, "run_demo", None)
+    monkeypatch.setattr(_app.benchmarks, "bench_core", None)
+    arguments = [part.format(tmp_path / "file") for part in command]
+    assert isinstance(runner.invoke(app, arguments).exception, OSError)
 
 
 def test_reproduce_refuses_unknown_names(tmp_path):

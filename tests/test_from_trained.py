@@ -87,6 +87,9 @@ def test_the_trained_tangent_represents_a_stationary_point_exactly():
     fitted = dfl.from_trained(model, theta, x, y, tangent="trained", **options)
     rebuilt = jax.tree.map(jnp.add, theta_0, fitted.network.vjp(x, fitted.alpha))
     assert cases.relative(_flat(rebuilt), _flat(theta)) < 1e-8
+    assert fitted.fidelity.parameter_gap < 1e-7
+    at_start = dfl.from_trained(model, theta, x, y, tangent="initial", **options)
+    assert at_start.fidelity.parameter_gap > 1e-2
 
 
 def test_fidelity_tells_an_undertrained_network():

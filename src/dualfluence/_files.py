@@ -24,3 +24,9 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise, before any work, unless a file can be written at `path`; makes its folder."""
+    write_atomically(path.parent / f".{path.name}.probe", lambda file: None)
+    (path.parent / f".{path.name}.probe").unlink()

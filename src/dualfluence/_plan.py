@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from ._compile import jit
@@ -126,7 +125,15 @@ def plan(
             raise ValueError(f"plan: {name} must be at least 1, got {value}.")
     if structure not in ("dense", "kronecker"):
         raise ValueError(f"plan: structure must be 'dense' or 'kronecker', got {structure!r}.")
-    size = np.dtype(dtype).itemsize
+    try:
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
+    except TypeError:
+        floating = False
+    if not floating:
+        raise ValueError(
+            f"plan: dtype must be a floating-point one, e.g. 'float32', got {dtype!r}."
+        )
+    size = jnp.dtype(dtype).itemsize
     memory = total_memory() if memory is None else memory
     if platform is not None and platform not in BANDWIDTH:
         raise ValueError(f"plan: platform must be one of {(*BANDWIDTH,)}, got {platform!r}.")

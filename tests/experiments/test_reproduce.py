@@ -349,6 +349,19 @@ def test_plots_only_needs_results(tmp_path):
         reproduce("fig1", out=tmp_path, plots_only=True, progress=False)
 
 
+def test_a_run_without_results_leaves_earlier_ones(tmp_path):
+    assert go("linear", tmp_path)
+    before = (tmp_path / "linear.json").read_text()
+    assert not go("linear", tmp_path, budget=-1.0)
+    assert (tmp_path / "linear.json").read_text() == before
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        go("fig2", tmp_path / "file")
+
+
 def test_nothing_half_written_is_left(tmp_path):
     path = tmp_path / "a.json"
     write_json(path, {"x": 1})

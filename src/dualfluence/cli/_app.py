@@ -15,7 +15,7 @@ from .. import bench as benchmarks
 from .. import demo as demonstration
 from .. import experiments
 from .._compare import describe_machine
-from .._files import write_atomically
+from .._files import check_writable, write_atomically
 from .._memory import memory_budget, total_memory
 from .._plan import plan_command
 
@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 console = Console()
 GIB = 2**30
+MAX_SEED = 2**32 - 1
 
 
 @app.command()
@@ -33,15 +34,16 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("dualfluence-report"),
     points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 300,
     ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-2,
-    seed: Annotated[int, typer.Option(help="Seed of the network.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the network.")] = 0,
 ) -> None:
     """Remove 1 to 90 % of a training set and compare every method with exact retraining."""
+    page, numbers = out / "index.html", out / "demo.json"
+    check_writable(page)
     with console.status("starting") as status:
         result = demonstration.run_demo(
             points=points, ridge=ridge, seed=seed, report=lambda text: status.update(f"{text} …")
         )
     console.print(_demo_table(result))
-    page, numbers = out / "index.html", out / "demo.json"
     write_json(numbers, result)
     demonstration.write_page(result, page)
     console.print(
@@ -69,6 +71,8 @@ def bench(
     }
     if what not in runs:
         raise typer.BadParameter(f"expected one of {', '.join(runs)}, got {what!r}")
+    if out is not None:
+        check_writable(out)
     with console.status(f"benchmark {what} …"):
         result = runs[what]()
     console.print_json(json.dumps(result))
@@ -84,7 +88,9 @@ def reproduce(
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
     resume: Annotated[bool, typer.Option(help="Go on from what the folder holds.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of networks, removals and queries.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of networks, removals and queries.")
+    ] = 0,
     budget: Annotated[
         float | None, typer.Option(help="Seconds after which no new piece is started.")
     ] = None,
@@ -134,13 +140,15 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
 def plan(
     points: Annotated[int, typer.Argument(min=1, help="Training points n.")],
     outputs: Annotated[int, typer.Option(min=1, help="Outputs c.")] = 1,
-    parameters: Annotated[int, typer.Option(help="Trainable parameters; 0 if none.")] = 0,
+    parameters: Annotated[int, typer.Option(min=0, help="Trainable parameters; 0 if none.")] = 0,
     structure: Annotated[
         str, typer.Option(help="dense, or kronecker at infinite width.")
     ] = "dense",
     dtype: Annotated[str, typer.Option(help="Dtype of the kernel.")] = "float32",
     devices: Annotated[int, typer.Option(min=1, help="Devices that share K.")] = 1,
-    memory_gib: Annotated[float, typer.Option(help="Memory of each; 0 for this machine's.")] = 0.0,
+    memory_gib: Annotated[
+        float, typer.Option(min=0, help="Memory of each; 0 for this machine's.")
+    ] = 0.0,
     platform: Annotated[
         str | None, typer.Option(help="cpu, gpu or tpu, to plan for another machine.")
     ] = None,

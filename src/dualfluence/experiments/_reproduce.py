@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from .. import datasets
+from .._files import check_writable
 from .._progress import ProgressFn
 from ..datasets._files import given_folder
 from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
@@ -68,6 +69,8 @@ def reproduce(
     if not plots_only:
         if load is datasets.load:
             _check_data(configs, data_dir, progress)
+        for each in names:
+            check_writable(folder / f"{each}.json")
         store = Store(folder, resume=resume, budget=budget)
         for each, config in configs.items():
             run = Run(store, each, scale, config, seed)

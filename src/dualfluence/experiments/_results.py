@@ -116,6 +116,8 @@ class Run:
     def finish(self) -> Path:
         """Write `<experiment>.json` from the pieces."""
         path = self.store.out / f"{self.name}.json"
+        if not self.pieces and path.exists():
+            return path  # nothing came of this run; what an earlier one found stays
         write_json(
             path,
             {
