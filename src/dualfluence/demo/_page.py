@@ -25,6 +25,8 @@ MARKERS = {
     "parameter space": "v",
     "random perturbation": "x",
 }
+OPEN = {"paper's dual form": 10, "parameter space": 13}
+"""Marker sizes of what coincides with one step in most panels: drawn around it, not over it."""
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 body{color:#111;background:#fff}
@@ -118,7 +120,10 @@ def _plots(result: dict[str, Any]) -> bytes:
                 dashes = "--" if method == "retraining" else "-"
                 marker = None if method == "retraining" else MARKERS[method]
                 xs, ys = zip(*points, strict=True)
-                axis.plot(xs, ys, dashes, color=colour, marker=marker, label=method, alpha=0.9)
+                look = {"markersize": OPEN[method], "mfc": "none"} if method in OPEN else {}
+                axis.plot(
+                    xs, ys, dashes, color=colour, marker=marker, label=method, alpha=0.9, **look
+                )
         axis.set_xlabel("removed (% of training points)")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)
