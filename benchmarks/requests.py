@@ -17,20 +17,16 @@ import jax
 import numpy as np
 
 import dualfluence as dfl
-from dualfluence._compare import Comparison, fully_connected
+from dualfluence._compare import Comparison, fully_connected, time_calls
 from dualfluence.experiments._common import make_network
 from dualfluence.experiments._config import Architecture
+from dualfluence.experiments._results import write_json
 from dualfluence.solvers import _auto
 
 
 def median_seconds(fn, repeats=7):
-    jax.block_until_ready(fn())
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(fn())
-        seconds.append(time.perf_counter() - start)
-    return float(np.median(seconds))
+    time_calls(fn, 1)  # compiles
+    return float(np.median(time_calls(fn, repeats)[1]))
 
 
 def bench_removals(points):
@@ -86,10 +82,9 @@ def main():
         "channels": args.channels,
         "read-outs": bench_read_outs(args.images, args.channels),
     }
-    text = json.dumps(results, indent=2)
-    print(text)
+    print(json.dumps(results, indent=2))
     if args.out:
-        args.out.write_text(text + "\n")
+        write_json(args.out, results)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import numpy as np  # noqa: E402
 
 import dualfluence as dfl  # noqa: E402
 from dualfluence._newton import op_mv  # noqa: E402
+from dualfluence.experiments._results import write_json  # noqa: E402
 from dualfluence.infinite import Dense, Relu, serial  # noqa: E402
 from dualfluence.operators import DenseOperator  # noqa: E402
 
@@ -166,10 +167,9 @@ def main():
     if args.only in ("large", "all"):
         size = min((args.points * 10) ** 2 * 4, 8 * 2**30)
         results["large"] = bench_large(model, x, y, options, removed, size)
-    text = json.dumps(results, indent=2)
-    print(text)
+    print(json.dumps(results, indent=2))
     if args.out:
-        args.out.write_text(text + "\n")
+        write_json(args.out, results)
 
 
 if __name__ == "__main__":

@@ -103,14 +103,21 @@ def check_fraction(name: str, value: float | None) -> None:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
 
 
+def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
+    """Raise unless `solver` is `None` or one of these."""
+    if solver is not None and not isinstance(solver, kinds):
+        raise TypeError(
+            f"{what}: solver must be an object such as Auto(), CG() or Cholesky(), got {solver!r}."
+        )
+
+
 def check_queries(xq: Any, x: jax.Array) -> jax.Array:
     """Queries as an array with the trailing shape and dtype of the training features `x`."""
-    check_numbers("queries", xq)
-    array = jnp.asarray(xq)
+    array = as_dtype("queries", xq, x.dtype)
     if array.ndim == 0 or array.shape[1:] != x.shape[1:]:
         want = ", ".join(("q", *map(str, x.shape[1:])))
         raise ValueError(f"queries: expected shape ({want}), got {tuple(array.shape)}.")
     if array.shape[0] == 0:
         raise ValueError("queries: need at least one row, got none.")
     check_finite("queries", array)
-    return as_dtype("queries", array, x.dtype)
+    return array

@@ -210,7 +210,6 @@ def _appended(
             f"{name}: new features must have shape (m, {', '.join(map(str, data.x.shape[1:]))}), "
             f"got {x.shape}."
         )
-    check_numbers(f"{name} x", x)
     check_finite(f"{name} x", x)
     new_x = as_dtype(f"{name} x", x, data.x.dtype)
     new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)

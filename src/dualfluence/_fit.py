@@ -10,14 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ._checks import check_finite, check_fraction
+from ._checks import check_finite, check_fraction, check_solver
 from ._fitted import (
     MAX_STEPS,
     Fidelity,
     Fitted,
     OnFailure,
     check_outcome,
-    check_solver,
     default_rtol,
     default_tolerance,
     make_problem,

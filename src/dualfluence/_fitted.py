@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ._checks import OVERFLOW, check_finite, check_fraction, check_queries
+from ._checks import OVERFLOW, check_finite, check_fraction, check_queries, check_solver
 from ._edits import AbstractEdit, TrainingSet, apply_edits
 from ._layout import Device, Layout, as_mesh, on_mesh
 from ._models import AbstractSource, JacobianSource, NetworkSource, make_jacobian
@@ -238,7 +238,8 @@ class Fitted(DualModel):
                 "that J would give others. Fit the network itself, from linearize."
             )
         size = jnp.dtype(model.dtype).itemsize
-        check_fits(rows * model.num_params * size, 1, "the Jacobian", "with_jacobian")
+        needed, hint = rows * model.num_params * size, "Go without it."
+        check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
         return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
 
     def _updated(
@@ -420,14 +421,6 @@ class Update(DualModel):
             state=self.state,
             certificate=self.certificate,
             stats=self.stats,
-        )
-
-
-def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
-    """Raise unless `solver` is `None` or one of these."""
-    if solver is not None and not isinstance(solver, kinds):
-        raise TypeError(
-            f"{what}: solver must be an object such as Auto(), CG() or Cholesky(), got {solver!r}."
         )
 
 

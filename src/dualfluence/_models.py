@@ -313,9 +313,7 @@ _held_pull_back = filter_jit(_times_jacobian)
 def _held_moved_params(
     model: Linearized, J: PyTree, params: PyTree, x: Array, v: Array, since: Array | None
 ) -> PyTree:
-    theta, frozen = model.split(params)
-    step = _times_jacobian(model, J, x, v if since is None else v - since)
-    return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+    return _moved(model, params, _times_jacobian(model, J, x, v if since is None else v - since))
 
 
 @filter_jit
@@ -329,6 +327,9 @@ def moved_params(
     model: Linearized, params: PyTree, x: Array, v: Array, since: Array | None
 ) -> PyTree:
     """`θ + J(x)ᵀ(v − since)` in one compiled program; leaves that are not trainable stay."""
+    return _moved(model, params, model.vjp(x, v if since is None else v - since))
+
+
+def _moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
     theta, frozen = model.split(params)
-    step = model.vjp(x, v if since is None else v - since)
     return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)

@@ -27,6 +27,10 @@ DISK_BANDWIDTH = 1e9
 PRODUCTS = 60
 """Assumed products with `K` for a fit and an edit, not measured; a small λ takes many times more."""
 
+SMALLER_KERNELS = (
+    "Use form='matrix-free', a kernel on disk (store.build), low_rank, float32, or more devices "
+    "(mesh=...). dualfluence.plan shows what each costs."
+)
 HARD_SHARE = 0.9
 """Past this share of the memory a kernel that was asked for is refused rather than tried."""
 
@@ -226,18 +230,15 @@ def stored_bytes(n: int, per_point: int, size: int, tile: int | None = None) -> 
     return (n**2 + sum(w**2 for w in widths)) // 2 * per_point**2 * size
 
 
-def check_fits(num_bytes: int, devices: int, what: str, call: str = "fit") -> None:
+def check_fits(
+    num_bytes: int, devices: int, what: str, *, call: str = "fit", hint: str = SMALLER_KERNELS
+) -> None:
     """Raise a `PlanError` for an array that cannot be held, before anything is allocated."""
-    limit = HARD_SHARE * total_memory()
-    if num_bytes / devices <= limit:
-        return
-    head = f"{call}: {what} takes {human(int(num_bytes / devices))} per device, and there are "
-    if call != "fit":
-        raise PlanError(f"{head}{human(total_memory())}. Go without it.")
-    raise PlanError(
-        f"{head}{human(total_memory())}. Use form='matrix-free', a kernel on disk (store.build), "
-        "low_rank, float32, or more devices (mesh=...). dualfluence.plan shows what each costs."
-    )
+    if num_bytes / devices > HARD_SHARE * total_memory():
+        raise PlanError(
+            f"{call}: {what} takes {human(int(num_bytes / devices))} per device, and there are "
+            f"{human(total_memory())}. {hint}"
+        )
 
 
 def plan_command(

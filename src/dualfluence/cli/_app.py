@@ -15,9 +15,10 @@ from .. import bench as benchmarks
 from .. import demo as demonstration
 from .. import experiments
 from .._compare import describe_machine
-from .._files import check_writable, write_atomically
+from .._files import check_writable
 from .._memory import memory_budget, total_memory
 from .._plan import plan_command
+from ..experiments._results import write_json
 
 app = typer.Typer(
     help="What would this model be if some training points had been different?",
@@ -181,12 +182,6 @@ def info() -> None:
         "dense K up to", f"{budget / GIB:.1f} GiB: n·c ≤ {int((budget / 4) ** 0.5):,} in float32"
     )
     console.print(table)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON under a temporary name, then rename."""
-    text = json.dumps(value, indent=1).encode()
-    write_atomically(path, lambda file: file.write(text))
 
 
 def _demo_table(result: dict[str, Any]) -> Table:

@@ -22,16 +22,12 @@ def _last(results: dict[str, Any], key: str) -> dict[float, float]:
 
 def fig2_comparisons(results: dict[str, Any]) -> list[Comparison]:
     found = []
-    norms = _last(results, "gradient_network")
     for key, field in (("distance", "distance"), ("accuracy", "accuracy_network")):
         ours = _last(results, field)
         for ridge, value in published.FIG2[key].items():
-            why = ""
-            if ridge in norms:
-                seeds = "another initialisation"
-                if ridge == max(results["config"]["ridges"]):
-                    seeds = _over_seeds(results, field, value)
-                why = seeds
+            why = "another initialisation"
+            if ridge == max(results["config"]["ridges"]):
+                why = _over_seeds(results, field, value)
             found.append(Comparison(f"λ = {ridge:g}, final {key}", value, ours.get(ridge), why))
     return found
 

@@ -137,6 +137,15 @@ _THREE_EIGHT = Data("mnist", (3, 8), 5000, None)
 _SMALL_THREE_EIGHT = Data("mnist-small", (3, 8), 100, 200)
 _FCNN = Row("fcnn", _MNIST, Architecture("fcnn", 3, 1024), Training("softmax", 1e-2, 0.1, 4000))
 _CNN = Row("cnn", _CIFAR, Architecture("cnn", 3, 128), Training("squared", 1e-1, 0.1, 500, 0.9), 0)
+_FIG2 = Fig2(
+    _THREE_EIGHT,
+    Architecture("fcnn", 2, 2048),
+    ridges=(1e-1, 1e-2, 1e-3, 1e-4),
+    rate=0.1,
+    epochs=4000,
+    record_every=40,
+    seeds=(0, 1, 2, 3),
+)
 
 CONFIGS: dict[tuple[str, str], Config] = {
     ("fig1", "paper"): Fig1((_FCNN, _CNN), released_repeats=5),
@@ -159,23 +168,14 @@ CONFIGS: dict[tuple[str, str], Config] = {
         repeats=3,
         cg_steps=100,
     ),
-    ("fig2", "paper"): Fig2(
-        _THREE_EIGHT,
-        Architecture("fcnn", 2, 2048),
-        (1e-1, 1e-2, 1e-3, 1e-4),
-        0.1,
-        4000,
-        40,
-        (0, 1, 2, 3),
-    ),
-    ("fig2", "smoke"): Fig2(
-        _SMALL_THREE_EIGHT,
-        Architecture("fcnn", 2, 256),
-        (1e-1, 1e-2, 1e-3, 1e-4),
-        0.1,
-        1000,
-        50,
-        (0, 1, 2),
+    ("fig2", "paper"): _FIG2,
+    ("fig2", "smoke"): replace(
+        _FIG2,
+        data=_SMALL_THREE_EIGHT,
+        network=Architecture("fcnn", 2, 256),
+        epochs=1000,
+        record_every=50,
+        seeds=(0, 1, 2),
     ),
     ("fig3", "paper"): Fig3(
         _THREE_EIGHT, Architecture("fcnn", 2, 2048), (1e-2, 1e-4), 0.1, 4000, 40

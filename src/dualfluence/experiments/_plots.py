@@ -155,10 +155,10 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
     figure, axes = _new(results, len(rows), 4, 3.7, 3.1, "Unlearning from linearised networks")
     for (cold, warm, distance, accuracy), row in zip(axes, rows, strict=True):
         known = published.FIG1.get(row, {})
+        for name in (*RELEASED, *COMPARED):
+            pick = lambda v, n=name: v["cold_seconds"].get(n)  # noqa: E731
+            _line(cold, name, *series(results, row, pick, "/cold"))
         for name in (*RELEASED, *COMPARED, HELD):
-            if name != HELD:
-                pick = lambda v, n=name: v["cold_seconds"].get(n)  # noqa: E731
-                _line(cold, name, *series(results, row, pick, "/cold"))
             xs, times = series(results, row, lambda v, n=name: v["warm_seconds"].get(n))
             if xs:
                 means, spread = [np.mean(t) for t in times], [np.std(t) for t in times]
