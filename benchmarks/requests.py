@@ -17,10 +17,10 @@ import jax
 import numpy as np
 
 import dualfluence as dfl
-from dualfluence._compare import Comparison, fully_connected, time_calls
-from dualfluence.experiments._common import make_network
-from dualfluence.experiments._config import Architecture
-from dualfluence.experiments._results import write_json
+from dualfluence.apps.compare._kit import Comparison, fully_connected, time_calls
+from dualfluence.apps.paper._common import make_network
+from dualfluence.apps.paper._config import Architecture
+from dualfluence.apps.paper._results import write_json
 from dualfluence.solvers import _auto
 
 

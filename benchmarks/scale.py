@@ -23,8 +23,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import dualfluence as dfl  # noqa: E402
-from dualfluence._newton import op_mv  # noqa: E402
-from dualfluence.experiments._results import write_json  # noqa: E402
+from dualfluence.apps.paper._results import write_json  # noqa: E402
+from dualfluence.dual._newton import op_mv  # noqa: E402
 from dualfluence.infinite import Dense, Relu, serial  # noqa: E402
 from dualfluence.operators import DenseOperator  # noqa: E402
 

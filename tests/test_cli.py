@@ -5,10 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from dualfluence import cli
-from dualfluence.cli import _app
-from dualfluence.cli._app import app
-from dualfluence.demo import METHODS, run_demo, write_page
+from dualfluence.apps import cli
+from dualfluence.apps.cli import _app
+from dualfluence.apps.cli._app import app
+from dualfluence.apps.demo import METHODS, run_demo, write_page
 
 runner = CliRunner()
 

@@ -8,8 +8,8 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence import _newton
-from dualfluence._compile import filter_jit
+from dualfluence._support.compile import filter_jit
+from dualfluence.dual import _newton
 
 
 @pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=repr)

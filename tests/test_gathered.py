@@ -7,7 +7,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence import _newton
+from dualfluence.dual import _newton
 from dualfluence.solvers import _auto
 from dualfluence.solvers._gathered import rows_that_count
 

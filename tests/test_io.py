@@ -10,7 +10,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence import _io
+from dualfluence.dual import _io
 
 
 @pytest.fixture(scope="module")

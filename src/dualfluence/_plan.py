@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._compile import jit
-from ._memory import SHARE, total_memory
+from ._support.compile import jit
+from ._support.memory import SHARE, total_memory
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
 """Assumed bytes per second of a stream through `K`, for another machine than this one."""

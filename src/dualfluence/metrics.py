@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
-from . import _trees
-from ._checks import check_finite, check_indices, check_range, check_rows
+from ._support import trees as _trees
+from ._support.checks import check_finite, check_indices, check_range, check_rows
 
 
 @dataclass(frozen=True)

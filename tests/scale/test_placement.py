@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence._layout import Layout, as_mesh, on_mesh
+from dualfluence.operators._layout import Layout, as_mesh, on_mesh
 
 WORKER = Path(__file__).with_name("worker.py")
 POINTS, DEVICES = 77, 8

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._progress import ProgressFn, Ticker
+from .._support.progress import ProgressFn, Ticker
 
 ENVIRONMENT_VARIABLE = "DUALFLUENCE_DATA"
 CHUNK_BYTES = 2**18

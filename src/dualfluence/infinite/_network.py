@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from .._compile import jit
-from .._progress import ProgressFn
-from .._tiles import DEFAULT_TILE_BYTES, fill_kernel
+from .._support.compile import jit
+from .._support.progress import ProgressFn
+from .._support.tiles import DEFAULT_TILE_BYTES, fill_kernel
 from ._branches import Serial, Sum
 from ._inputs import as_points, check_finite, check_match, input_spec
 from ._norm import Dropout

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import jax
 from jaxtyping import Array
 
-from .._progress import ProgressFn
-from .._tiles import fill_kernel
+from .._support.progress import ProgressFn
+from .._support.tiles import fill_kernel
 from ._plan import Method
 from ._prepare import as_inputs, num_points, prepare
 from ._report import KernelReport

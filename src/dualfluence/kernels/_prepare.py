@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._compile import jit
+from .._support.compile import jit
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
 from ._params import Split, split_params, widen

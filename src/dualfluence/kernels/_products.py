@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._compile import jit
+from .._support.compile import jit
 from ._params import Split, split_params
 from ._plan import precision_name
 from ._prepare import as_inputs, check_outputs, num_points

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from .._tiles import DEFAULT_TILE_BYTES
+from .._support.tiles import DEFAULT_TILE_BYTES
 from ._gram import TERMS_AT_ONCE, Features
 from ._prepare import Prepared, num_points
 

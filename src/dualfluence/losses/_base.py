@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_finite
+from .._support.checks import check_finite
 from ._factors import AbstractFactor
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_finite
+from .._support.checks import check_finite
 from ._base import AbstractLoss
 from ._factors import BlockFactor
 

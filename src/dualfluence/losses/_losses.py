@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._checks import check_finite
+from .._support.checks import check_finite
 from ._base import AbstractLoss, numeric_targets
 from ._factors import DiagonalFactor, SoftmaxFactor
 

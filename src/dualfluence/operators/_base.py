@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
-from .._layout import Layout, whole
+from ._layout import Layout, whole
 
 HIGHEST = jax.lax.Precision.HIGHEST
 """Products in the full precision of the dtype: float32 means float32, also on a GPU."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Shaped
 from ._base import HIGHEST, AbstractKernelOperator
 
 if TYPE_CHECKING:
-    from .._linearize import Linearized
+    from ..kernels._linearized import Linearized
 
 
 class MatrixFreeOperator(AbstractKernelOperator):

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .._layout import AXIS, map_shards
 from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
 from ._dense import DenseOperator, KroneckerOperator
 from ._implicit import LowRankOperator, MatrixFreeOperator
+from ._layout import AXIS, map_shards
 from ._sharded import BorderedOperator, ShardedMatrixFreeOperator, ShardedOperator
 
 PANEL_BYTES = 64 * 2**20

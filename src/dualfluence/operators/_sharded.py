@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from .._layout import AXIS, Layout, map_shards
 from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
 from ._dense import DenseOperator, KroneckerOperator
+from ._layout import AXIS, Layout, map_shards
 
 if TYPE_CHECKING:
-    from .._linearize import Linearized
+    from ..kernels._linearized import Linearized
 
 
 class ShardedOperator(AbstractWrapper):

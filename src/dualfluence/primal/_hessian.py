@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._linearize import Linearized, _batches
+from ..kernels._linearized import Linearized, _batches
 from ..losses import AbstractLoss
 
 

@@ -17,14 +17,14 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._checks import check_finite, check_ridge, check_rows
-from .._compile import filter_jit
-from .._edits import AbstractEdit, Remove, TrainingSet, apply_edits
-from .._fitted import OnFailure
-from .._linearize import Linearized
-from .._newton import CURVATURE_SLACK, Clock, NotConverged, Stats
-from .._readout import outputs_at
+from .._support.checks import check_finite, check_ridge, check_rows
+from .._support.compile import filter_jit
+from ..dual._fitted import OnFailure
+from ..dual._newton import CURVATURE_SLACK, Clock, NotConverged, Stats
+from ..dual._readout import outputs_at
+from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._hessian import linearised_product, make_rows, network_product
 from ._update import PRECISION, PrimalUpdate, moved_params, tangent_model

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._checks import check_finite, check_queries
-from .._compile import filter_jit
-from .._edits import TrainingSet
-from .._linearize import Linearized
-from .._newton import Stats
-from .._readout import outputs_at
-from .._trees import tree_norm
+from .._support.checks import check_finite, check_queries
+from .._support.compile import filter_jit
+from .._support.trees import tree_norm
+from ..dual._newton import Stats
+from ..dual._readout import outputs_at
+from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..problem._edits import TrainingSet
 
 PRECISION = "highest"
 """Matrix products: an accelerator's default (TF32, bfloat16) stalls conjugate gradients."""

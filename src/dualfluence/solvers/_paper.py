@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._compile import filter_jit
-from .._problem import Problem, State
+from .._support.compile import filter_jit
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, take_block
+from ..problem._objective import Problem, State
 from ._cg import CGResult, conjugate_gradients
 
 HIGHEST = jax.lax.Precision.HIGHEST

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._compile import filter_jit
+from .._support.compile import filter_jit
 from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._models import AbstractSource, as_source
-from .._progress import ProgressFn, Ticker
-from .._tiles import pad_rows
+from .._support.progress import ProgressFn, Ticker
+from .._support.tiles import pad_rows
+from ..models._sources import AbstractSource, as_source
 from ._format import (
     STORAGE,
     Header,

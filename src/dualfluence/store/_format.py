@@ -19,7 +19,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._files import write_atomically
+from .._support.files import write_atomically
 
 FORMAT, VERSION = "dualfluence-kernel-store", 1
 STORAGE = ("float16", "bfloat16", "float32", "float64")

@@ -1,0 +1,96 @@
+"""Fill a kernel matrix tile by tile: bounded memory, half the work when symmetric, progress."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .progress import ProgressFn, Ticker
+
+DEFAULT_TILE_BYTES = 256 * 2**20
+"""Working memory of one kernel tile unless told otherwise."""
+
+
+def pad_rows(x: Any, start: int, size: int) -> Array:
+    """Rows `start:start+size` of `x`, the last repeated past the end: one shape, one compile."""
+    rows = x[start : start + size]
+    missing = size - rows.shape[0]
+    if missing == 0:
+        return jnp.asarray(rows)
+    return jnp.concatenate([jnp.asarray(rows), jnp.repeat(jnp.asarray(rows[-1:]), missing, axis=0)])
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(result: Array, tile: Array, row: Array, col: Array) -> Array:
+    half = result.ndim // 2
+    zero = jnp.zeros_like(row)
+    start = (row, *[zero] * (half - 1), col, *[zero] * (half - 1))
+    return jax.lax.dynamic_update_slice(result, tile, start)
+
+
+def fill_kernel(
+    block: Callable[[Array, Array], Array],
+    x1: Any,
+    x2: Any | None,
+    *,
+    tail: tuple[int, ...],
+    dtype: Any,
+    tile: tuple[int, int],
+    out: Literal["device", "host"] = "device",
+    label: str = "kernel tiles",
+    progress: bool | ProgressFn = True,
+) -> Array | np.ndarray:
+    r"""Evaluate `block(x1, x2)` of shape `(n1, *tail, n2, *tail)` in tiles.
+
+    **Arguments:**
+
+    - `block`: a jitted function of two batches with exactly `tile[0]` and `tile[1]` rows.
+    - `x1`, `x2`: inputs with the points on axis 0; `x2=None` means `x2 = x1`, a symmetric kernel:
+      only tiles on and above the diagonal are computed, the rest are their transposes.
+    - `tail`: output axes per point, `()` or `(c,)`.
+    - `tile`: rows and columns of one tile; must be equal when `x2` is `None`.
+    - `out`: `"device"` fills a preallocated array by donated updates, `"host"` a NumPy array.
+
+    **Returns:** the kernel, a `jax.Array` or, for `out="host"`, a NumPy array.
+    """
+    symmetric = x2 is None
+    if symmetric and tile[0] != tile[1]:
+        raise ValueError(f"fill_kernel: a symmetric kernel needs square tiles, got {tile}.")
+    right = x1 if x2 is None else x2
+    n1, n2 = x1.shape[0], right.shape[0]
+    half = 1 + len(tail)
+    shape = (n1, *tail, n2, *tail)
+    result: Any = np.empty(shape, dtype) if out == "host" else jnp.empty(shape, dtype)
+    starts = [
+        (i, j)
+        for i in range(0, n1, tile[0])
+        for j in range(0, n2, tile[1])
+        if not symmetric or j >= i
+    ]
+
+    def put(value: Array, i: int, j: int) -> None:
+        nonlocal result
+        if out == "host":
+            idx = (slice(i, i + value.shape[0]), *[slice(None)] * (half - 1))
+            idx += (slice(j, j + value.shape[half]),)
+            result[idx] = np.asarray(value)
+        else:
+            result = _put(result, value, jnp.asarray(i), jnp.asarray(j))
+
+    with Ticker(len(starts), label, progress) as ticker:
+        for i, j in starts:
+            value = block(pad_rows(x1, i, tile[0]), pad_rows(right, j, tile[1]))
+            value = jax.lax.slice_in_dim(value, 0, min(tile[0], n1 - i), axis=0)
+            value = jax.lax.slice_in_dim(value, 0, min(tile[1], n2 - j), axis=half)
+            put(value, i, j)
+            if symmetric and i != j:
+                order = (*range(half, 2 * half), *range(half))
+                put(jnp.transpose(value, order), j, i)
+            # Waiting keeps one tile in flight, which is what the byte budget promises.
+            jax.block_until_ready(value)
+            ticker.tick()
+    return result

@@ -1,0 +1,1 @@
+"""What shows the library: comparisons, demo, benchmarks, the paper, the command line."""

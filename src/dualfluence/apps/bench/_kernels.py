@@ -1,0 +1,274 @@
+"""Kernels of finite and of infinitely wide networks: time per kernel, and memory over the result."""
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ... import infinite
+from ...kernels import empirical_kernel, traced_kernel
+from ..compare._kit import describe_machine, time_calls
+
+MIB = 2**20
+WIDTHS = (784, 1024, 1024, 1024, 10)
+PEER_SCRIPT = Path(__file__).parents[4] / "benchmarks" / "peer_neural_tangents.py"
+JACOBIAN_BYTES = 1024 * MIB
+"""Budget of the Jacobian tiles: one point's Jacobian takes 116 MiB."""
+WARM_UP_POINTS = 6
+"""Enough that their Jacobians do not fit either: more points than that repeat the same tiles."""
+MEMORY_BYTES = 128 * MIB
+"""Budget of the memory measurements."""
+SAMPLE_SECONDS = 1e-3
+
+
+def bench_kernels(
+    *,
+    points: tuple[int, ...] = (50, 500),
+    jacobian_points: int = 20,
+    vectors: int = 2000,
+    images: int = 16,
+    repeats: int = 5,
+    large: bool = False,
+    peer_python: str | None = None,
+) -> dict[str, Any]:
+    """Times of exact kernels, float32; first calls (tracing, compilation) and repeats apart.
+
+    **Arguments:**
+
+    - `points`: training points of the finite network's kernels.
+    - `jacobian_points`: points whose kernel is also made by Jacobian tiles, which cost the same for
+      every pair and so give the time for more points; 0 leaves them out.
+    - `vectors`, `images`: inputs of the infinitely wide networks.
+    - `large`: also 10,000 vectors; on an accelerator also 2000 points and 1000 images.
+    - `peer_python`: a Python with Neural Tangents (`benchmarks/peer_neural_tangents.py` says how
+      to make one), to time it in the same run.
+    """
+    accelerated = jax.devices()[0].platform != "cpu"
+    if large and accelerated:
+        points = (*points, 2000)
+    result: dict[str, Any] = {
+        "benchmark": "kernels",
+        "machine": {**describe_machine(), "cores": _cores()},
+        "config": {
+            "dtype": "float32",
+            "finite": "-".join(map(str, WIDTHS)),
+            "fcnn": "784 inputs, 3 x (Dense, ReLU), Dense",
+            "cnn": "32 x 32 x 3 images, 3 x (Conv 3x3, ReLU, AvgPool 2x2), Flatten, Dense",
+            "kernel": "NTK",
+        },
+        "finite": bench_finite(points, jacobian_points, repeats),
+        "fcnn": [_time_infinite(fcnn(), _normal(vectors, WIDTHS[0]), repeats)],
+        "cnn": [_time_infinite(cnn(), _normal(images, 32, 32, 3), repeats)],
+    }
+    if large:
+        result["fcnn"].append(_time_infinite(fcnn(), _normal(10_000, WIDTHS[0]), 1))
+    if large and accelerated:
+        result["cnn"].append(_time_infinite(cnn(), _normal(1000, 32, 32, 3), 1))
+    result["memory"] = bench_memory()
+    if peer_python is not None:
+        sizes = {"finite": points[0], "vectors": vectors, "images": images, "repeats": repeats}
+        result["peer"] = run_peer(peer_python, {**sizes, "widths": WIDTHS, "cnn_repeats": 1})
+        result["ratios"] = _ratios(result)
+    return result
+
+
+def fcnn() -> infinite.Network:
+    """The paper's fully connected network, infinitely wide."""
+    dense = infinite.Dense(W_std=2.0, b_std=0.1)
+    return infinite.serial(*[dense, infinite.Relu()] * 3, dense)
+
+
+def cnn() -> infinite.Network:
+    """The paper's convolutional network, infinitely wide."""
+    conv = infinite.Conv(W_std=2.0, b_std=0.1)
+    block = [conv, infinite.Relu(), infinite.AvgPool((2, 2), padding="SAME")]
+    end = [infinite.Flatten(), infinite.Dense(W_std=2.0, b_std=0.1)]
+    return infinite.serial(*block * 3, *end)
+
+
+def finite_network() -> tuple[Callable[..., Array], Any]:
+    """A ReLU network and its parameters."""
+    rng = np.random.default_rng(0)
+    params = [
+        (jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), jnp.zeros(b, jnp.float32))
+        for a, b in pairwise(WIDTHS)
+    ]
+
+    def apply(params: Any, x: Array) -> Array:
+        for W, b in params[:-1]:
+            x = jax.nn.relu(x @ W + b)
+        return x @ params[-1][0] + params[-1][1]
+
+    return apply, params
+
+
+def bench_finite(points: tuple[int, ...], jacobian_points: int, repeats: int) -> dict[str, Any]:
+    """Whole kernels of one and of two sets of points, traced kernels, and Jacobian tiles."""
+    apply, params = finite_network()
+
+    def kernel(*x: Array, **options: Any) -> Any:
+        return empirical_kernel(apply, params, *x, progress=False, **options).value
+
+    result: dict[str, Any] = {}
+    if jacobian_points:
+        x = _normal(jacobian_points, WIDTHS[0], seed=1)
+        options: dict[str, Any] = {"method": "jacobian", "tile_bytes": JACOBIAN_BYTES}
+        jax.block_until_ready(kernel(x[:WARM_UP_POINTS], **options))  # compiles the same tiles
+        tiles = _seconds(lambda: kernel(x, **options), 0)
+        repeat = {"repeat": [tiles["first"]], "repeat_cpu": [tiles["first_cpu"]]}
+        result["jacobian_tiles"] = {"points": jacobian_points, "bytes": JACOBIAN_BYTES, **repeat}
+    sizes = []
+    for n in points:
+        x, y = _normal(n, WIDTHS[0], seed=1), _normal(n, WIDTHS[0], seed=2)
+        entry = {
+            "points": n,
+            "one_set": _seconds(lambda x=x: kernel(x), repeats),
+            "two_sets": _seconds(lambda x=x, y=y: kernel(x, y), repeats),
+            "traced": _seconds(
+                lambda x=x: traced_kernel(apply, params, x, progress=False), repeats
+            ),
+        }
+        if jacobian_points:
+            whole = _median(result["jacobian_tiles"]) * (n / jacobian_points) ** 2
+            entry["jacobian_tiles_extrapolated_seconds"] = whole
+            entry["times_faster_than_jacobian_tiles"] = whole / _median(entry["one_set"])
+        sizes.append(entry)
+    result["sizes"] = sizes
+    return result
+
+
+def bench_memory() -> list[dict[str, Any]]:
+    """Bytes above the result at the peak of a repeated call, against the byte budget."""
+    apply, params = finite_network()
+    x, vectors, images = _normal(500, WIDTHS[0]), _normal(2000, WIDTHS[0]), _normal(16, 32, 32, 3)
+    calls = {
+        "finite, 500 points": lambda: (
+            empirical_kernel(apply, params, x, tile_bytes=MEMORY_BYTES, progress=False).value
+        ),
+        "fcnn, 2000 vectors": lambda: fcnn().kernel(
+            vectors, tile_bytes=MEMORY_BYTES, progress=False
+        ),
+        "cnn, 16 images": lambda: cnn().kernel(images, tile_bytes=MEMORY_BYTES, progress=False),
+    }
+    return [{"what": what, **measure_memory(call)} for what, call in calls.items()]
+
+
+def measure_memory(call: Callable[[], Any]) -> dict[str, Any]:
+    """Peak of the resident memory during a compiled call, beyond its result (Linux, CPU)."""
+    size = jax.block_until_ready(call()).nbytes
+    if not Path("/proc/self/statm").exists() or jax.devices()[0].platform != "cpu":
+        return {"budget_bytes": MEMORY_BYTES, "result_bytes": size, "beyond_result_bytes": None}
+    gc.collect()
+    _return_free_memory()
+    before, peak, done = _resident(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(SAMPLE_SECONDS):
+            peak = max(peak, _resident())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        jax.block_until_ready(call())
+    finally:
+        done.set()
+        thread.join()
+    beyond = max(peak - before - size, 0)
+    return {
+        "budget_bytes": MEMORY_BYTES,
+        "result_bytes": size,
+        "beyond_result_bytes": beyond,
+        "within_budget": beyond <= MEMORY_BYTES,
+    }
+
+
+def run_peer(python: str, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Neural Tangents' times for the same work, from its own environment."""
+    if not PEER_SCRIPT.exists():
+        raise FileNotFoundError(
+            f"bench kernels: {PEER_SCRIPT} not found. The peer script is part of the repository, "
+            "not of the package: run from a checkout."
+        )
+    command = [python, str(PEER_SCRIPT), json.dumps(sizes)]
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    if done.returncode:
+        raise RuntimeError(f"bench kernels: {python} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _ratios(result: dict[str, Any]) -> dict[str, float]:
+    peer = result["peer"]
+    ratios = {
+        "peer_over_ours_finite": _median(peer["finite"])
+        / _median(result["finite"]["sizes"][0]["two_sets"]),
+        "peer_over_ours_fcnn": _median(peer["fcnn"]) / _median(result["fcnn"][0]["seconds"]),
+    }
+    if "cnn" in peer:
+        # Neural Tangents computes both halves of a symmetric kernel.
+        theirs = _median(peer["cnn"]) / peer["cnn"]["images"] ** 2
+        ratios["peer_over_ours_cnn_per_pair"] = theirs / result["cnn"][0]["seconds_per_pair"]
+        ratios["peer_over_ours_cnn"] = _median(peer["cnn"]) / _median(result["cnn"][0]["seconds"])
+    return ratios
+
+
+def _time_infinite(net: infinite.Network, x: Array, repeats: int) -> dict[str, Any]:
+    seconds = _seconds(lambda: net.kernel(x, progress=False), repeats)
+    pairs = len(x) * (len(x) + 1) // 2
+    return {
+        "points": len(x),
+        "seconds": seconds,
+        "distinct_pairs": pairs,
+        "seconds_per_pair": _median(seconds) / pairs,
+    }
+
+
+def _seconds(call: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    cpu: list[float] = []
+
+    def timed() -> Any:
+        start = time.process_time()
+        value = jax.block_until_ready(call())
+        cpu.append(time.process_time() - start)
+        return value
+
+    seconds = time_calls(timed, repeats + 1)[1]
+    first = {"first": seconds[0], "first_cpu": cpu[0]}
+    return {**first, "repeat": seconds[1:], "repeat_cpu": cpu[1:]}
+
+
+def _median(seconds: dict[str, Any]) -> float:
+    return float(np.median(seconds["repeat"]))
+
+
+def _normal(*shape: int, seed: int = 0) -> Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _return_free_memory() -> None:
+    """Give freed memory back to the system, so that the next call must ask for its own."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

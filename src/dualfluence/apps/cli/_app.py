@@ -1,0 +1,210 @@
+"""Commands: thin wrappers that print tables and write files."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from ..._plan import plan_command
+from ..._support.files import check_writable
+from ..._support.memory import memory_budget, total_memory
+from .. import bench as benchmarks
+from .. import demo as demonstration
+from .. import paper as experiments
+from ..compare._kit import describe_machine
+from ..paper._results import write_json
+
+app = typer.Typer(
+    help="What would this model be if some training points had been different?",
+    no_args_is_help=True,
+    add_completion=False,
+)
+console = Console()
+GIB = 2**30
+MAX_SEED = 2**32 - 1
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("dualfluence-report"),
+    points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 300,
+    ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-2,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the network.")] = 0,
+) -> None:
+    """Remove 1 to 90 % of a training set and compare every method with exact retraining."""
+    page, numbers = out / "index.html", out / "demo.json"
+    check_writable(page)
+    with console.status("starting") as status:
+        result = demonstration.run_demo(
+            points=points, ridge=ridge, seed=seed, report=lambda text: status.update(f"{text} …")
+        )
+    console.print(_demo_table(result))
+    write_json(numbers, result)
+    demonstration.write_page(result, page)
+    console.print(
+        f"{result['seconds']:.0f} s in all. Report: {page}  Numbers: {numbers}", soft_wrap=True
+    )
+
+
+@app.command()
+def bench(
+    what: Annotated[str, typer.Argument(help="core or kernels")] = "core",
+    out: Annotated[Path | None, typer.Option(help="JSON file; by default only printed.")] = None,
+    points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 500,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeated calls of the fast methods.")] = 7,
+    large: Annotated[bool, typer.Option(help="kernels: also the sizes that take minutes.")] = False,
+    peer_python: Annotated[
+        str | None, typer.Option(help="kernels: a Python with Neural Tangents, timed alongside.")
+    ] = None,
+) -> None:
+    """Measure the ratios that the README states, side by side in one run."""
+    runs = {
+        "core": lambda: benchmarks.bench_core(points=points, repeats=repeats),
+        "kernels": lambda: benchmarks.bench_kernels(
+            repeats=repeats, large=large, peer_python=peer_python
+        ),
+    }
+    if what not in runs:
+        raise typer.BadParameter(f"expected one of {', '.join(runs)}, got {what!r}")
+    if out is not None:
+        check_writable(out)
+    with console.status(f"benchmark {what} …"):
+        result = runs[what]()
+    console.print_json(json.dumps(result))
+    if out is not None:
+        write_json(out, result)
+        console.print(f"written to {out}")
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(help="fig1, fig2, fig3, fig4, linear or all")],
+    scale: Annotated[str, typer.Option(help="smoke (minutes on two cores) or paper.")] = "smoke",
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from what the folder holds.")] = False,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of networks, removals and queries.")
+    ] = 0,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds after which no new piece is started.")
+    ] = None,
+    percentages: Annotated[str | None, typer.Option(help="Only these, e.g. 10,50,90.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Of every training.")] = None,
+    matmul_precision: Annotated[
+        str | None, typer.Option(help="Of matrix products, e.g. highest or TF32_TF32_F32_X3.")
+    ] = None,
+    plots_only: Annotated[bool, typer.Option(help="Redraw from the JSON files.")] = False,
+) -> None:
+    """Run the paper's experiments, draw its figures, and compare with the published values."""
+    if name not in (*experiments.NAMES, "all") or scale not in experiments.SCALES:
+        raise typer.BadParameter(
+            f"expected {', '.join(experiments.NAMES)} or all at scale "
+            f"{' or '.join(experiments.SCALES)}, got {name!r} at {scale!r}"
+        )
+    overrides = {
+        "percentages": None if percentages is None else _whole_numbers(percentages),
+        "epochs": epochs,
+        "matmul_precision": matmul_precision,
+    }
+    finished = experiments.reproduce(
+        name,
+        scale=scale,
+        out=out,
+        data_dir=data_dir,
+        resume=resume,
+        seed=seed,
+        budget=budget,
+        overrides=overrides,
+        plots_only=plots_only,
+    )
+    if not finished:
+        raise typer.Exit(3)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected whole numbers with commas between, e.g. 10,50,90, got {text!r}"
+        ) from None
+
+
+@app.command()
+def plan(
+    points: Annotated[int, typer.Argument(min=1, help="Training points n.")],
+    outputs: Annotated[int, typer.Option(min=1, help="Outputs c.")] = 1,
+    parameters: Annotated[int, typer.Option(min=0, help="Trainable parameters; 0 if none.")] = 0,
+    structure: Annotated[
+        str, typer.Option(help="dense, or kronecker at infinite width.")
+    ] = "dense",
+    dtype: Annotated[str, typer.Option(help="Dtype of the kernel.")] = "float32",
+    devices: Annotated[int, typer.Option(min=1, help="Devices that share K.")] = 1,
+    memory_gib: Annotated[
+        float, typer.Option(min=0, help="Memory of each; 0 for this machine's.")
+    ] = 0.0,
+    platform: Annotated[
+        str | None, typer.Option(help="cpu, gpu or tpu, to plan for another machine.")
+    ] = None,
+) -> None:
+    """Say what each form of the kernel costs, and which one would be taken, before any work."""
+    status = plan_command(
+        points,
+        outputs,
+        parameters,
+        structure=structure,
+        dtype=dtype,
+        devices=devices,
+        memory_gib=memory_gib,
+        platform=platform,
+    )
+    raise typer.Exit(status)
+
+
+@app.command()
+def info() -> None:
+    """Say what this installation is and what it would do here."""
+    table = Table(show_header=False, box=None)
+    for name, value in describe_machine().items():
+        table.add_row(name, str(value))
+    table.add_row("platform", platform.platform())
+    table.add_row("x64", "on" if jax.config.read("jax_enable_x64") else "off (float32)")
+    table.add_row("memory", f"{total_memory() / GIB:.1f} GiB")
+    budget = memory_budget()
+    table.add_row(
+        "dense K up to", f"{budget / GIB:.1f} GiB: n·c ≤ {int((budget / 4) ** 0.5):,} in float32"
+    )
+    console.print(table)
+
+
+def _demo_table(result: dict[str, Any]) -> Table:
+    config = result["config"]
+    title = f"{config['network']}, {config['points']} images, λ = {config['ridge']:g}, {config['dtype']}"
+    caption = "error: distance to retraining over the change; forget, test: accuracies"
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("gone", justify="right", no_wrap=True)
+    table.add_column("method", no_wrap=True)
+    for name in ("time", "error", "certified", "forget", "test"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for o in result["outcomes"]:
+        new = o["method"] == "retraining"
+        cert = "" if o["certificate"] is None else demonstration.percent(o["certificate"])
+        if new and table.row_count:
+            table.add_section()
+        table.add_row(
+            f"{o['percent']:g} %" if new else "",
+            o["method"],
+            f"{1000 * o['timing']['repeat']:.4g} ms",
+            demonstration.percent(o["error"]),
+            cert,
+            f"{o['forget_accuracy']:.3f}",
+            f"{o['test_accuracy']:.3f}",
+        )
+    return table

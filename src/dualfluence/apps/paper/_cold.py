@@ -1,0 +1,130 @@
+"""Cold runtime: first calls in a new process, compilation included.
+
+Starting Python, initialising the device's libraries and loading the trained state with its kernel
+are not counted. Compiled functions are dropped before each method. What the compiler remembers
+beyond that (which variant of a product is fastest) favours the methods that come later, so ours come
+first. A held Jacobian is not timed here: it pays over many requests, not on the first.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...dual._io import load
+from ...kernels._linearized import linearize
+from ._common import make_network, timed
+from ._config import Architecture, Row
+from ._methods import (
+    ITERATED,
+    ONE_STEP,
+    PAPER,
+    PARAMETER,
+    RELEASED,
+    SHARDED,
+    Settings,
+    make_methods,
+    make_released,
+)
+
+STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
+REQUEST, ANSWER = "request.json", "answer.json"
+TIMEOUT_SECONDS = 1800.0
+ORDER = (ONE_STEP, ITERATED, PAPER, SHARDED, PARAMETER, *RELEASED)
+
+
+def measure(
+    folder: Path,
+    gone: np.ndarray,
+    settings: Settings,
+    precision: str,
+    row: Row,
+    *,
+    released: Sequence[str],
+) -> dict[str, Any]:
+    """Ask a new process for the seconds of every method's first call on this forget set.
+
+    `released` names those of `RELEASED` to be timed.
+    """
+    request = {
+        "gone": gone.tolist(),
+        "settings": settings._asdict(),
+        "precision": precision,
+        "network": asdict(row.network),
+        "released": list(released),
+    }
+    (folder / REQUEST).write_text(json.dumps(request))
+    (folder / ANSWER).unlink(missing_ok=True)
+    # The parent holds most of the device's memory; no compiled code may come from a cache.
+    settings_env = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "JAX_ENABLE_X64": "1" if jax.config.read("jax_enable_x64") else "0",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import main; main()", str(folder)],
+        env=os.environ | settings_env,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"cold run failed:\n{done.stderr[-2000:]}")
+    return json.loads((folder / ANSWER).read_text())
+
+
+def main() -> None:
+    """The child: load, then time each method's first call."""
+    folder = Path(sys.argv[1])
+    request = json.loads((folder / REQUEST).read_text())
+    net = make_network(Architecture(**request["network"]))
+    with np.load(folder / PARAMS) as file:
+        leaves = [jnp.asarray(file[name]) for name in file.files]
+    y = np.load(folder / TARGETS)
+    with jax.default_matmul_precision(request["precision"]):
+        shape = jax.eval_shape(
+            lambda k: net.init(k, _input_shape(folder), outputs=_outputs(folder)), jax.random.key(0)
+        )
+        params = jax.tree.unflatten(jax.tree.structure(shape), leaves)
+        fitted = load(folder / STATE, linearize(net.apply, params), progress=False)
+        assert fitted.reference is not None
+        trained = fitted.reference.params
+        methods = make_methods(fitted, trained, y, Settings(**request["settings"]))
+        slow = make_released(fitted, trained, Settings(**request["settings"]))
+        methods |= {name: slow[name] for name in request["released"]}
+        jax.block_until_ready((fitted.kernel_op, _initialise_libraries()))
+        gone = np.asarray(request["gone"])
+        seconds = {}
+        for name in [n for n in ORDER if n in methods]:
+            jax.clear_caches()
+            seconds[name] = timed(lambda m=methods[name]: m(gone)[0])[1]
+    (folder / ANSWER).write_text(json.dumps({"cold_seconds": seconds}))
+
+
+def _initialise_libraries() -> Any:
+    """A small product, factor, solve and convolution: each loads a library of the device."""
+    eye = jnp.eye(64)
+    factor = jnp.linalg.cholesky(eye @ eye)
+    image = jnp.ones((1, 1, 8, 8))
+    solved = jax.scipy.linalg.solve_triangular(factor, eye, lower=True)
+    return solved, jax.lax.conv(image, image[..., :3, :3], (1, 1), "SAME")
+
+
+def _input_shape(folder: Path) -> tuple[int, ...]:
+    with np.load(folder / STATE) as file:
+        return file["x"].shape[1:]
+
+
+def _outputs(folder: Path) -> int:
+    with np.load(folder / STATE) as file:
+        return file["alpha"].shape[1]

@@ -1,0 +1,121 @@
+"""What the experiments share: data, networks, losses, clocks and sets to forget."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ... import datasets, metrics
+from ..._support.progress import ProgressFn
+from ...dual._readout import outputs_at
+from ...infinite import AvgPool, Conv, Dense, Flatten, Network, Relu, serial
+from ...kernels._linearized import Linearized
+from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ...models._sources import pull_back
+from ._config import B_STD, W_STD, Architecture, Data
+from ._results import Run
+
+LoadFn = Callable[..., datasets.Dataset]
+LOSSES: dict[str, AbstractLoss] = {"softmax": SoftmaxCrossEntropy(), "squared": SquaredError()}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a run is given besides its configuration."""
+
+    run: Run
+    seed: int
+    progress: bool | ProgressFn
+    data_dir: Any = None
+    load: LoadFn = datasets.load
+
+    def say(self, text: str) -> None:
+        """One line on standard output about what is done now."""
+        if self.progress is not False:
+            print(f"{self.run.name}: {text}", flush=True)
+
+
+class Points(NamedTuple):
+    """Training and test points; `y` are targets, `labels` what accuracy compares with."""
+
+    x: Array
+    y: np.ndarray
+    labels: np.ndarray
+    classes: np.ndarray
+    x_test: Array
+    labels_test: np.ndarray
+    y_test: np.ndarray
+
+
+def get_points(spec: Data, context: Context) -> Points:
+    """Load and take the balanced part that `spec` names."""
+    whole = context.load(
+        spec.dataset, classes=spec.classes, data_dir=context.data_dir, progress=context.progress
+    )
+    num_test = spec.per_class_test
+    if num_test is None:
+        num_test = min(int(np.sum(whole.y_test == label)) for label in spec.classes)
+    part = datasets.subset(
+        whole, per_class_train=spec.per_class_train, per_class_test=num_test, classes=spec.classes
+    )
+    y, y_test = part.y_train, part.y_test
+    if spec.two_class:
+        y, y_test = (datasets.plus_minus_one(v, *spec.classes) for v in (y, y_test))
+    x, x_test = (jnp.asarray(v) for v in (part.x_train, part.x_test))
+    return Points(x, y, y, part.y_train, x_test, y_test, y_test)
+
+
+def make_network(spec: Architecture) -> Network:
+    """The paper's networks: NTK parameterisation, `W_std = 2`, `b_std = 0.1`."""
+    if spec.kind == "fcnn":
+        hidden = [Dense(W_std=W_STD, b_std=B_STD, width=spec.width), Relu()]
+    else:
+        conv = Conv((3, 3), padding="SAME", W_std=W_STD, b_std=B_STD, width=spec.width)
+        hidden = [conv, Relu(), AvgPool((2, 2), strides=(2, 2))]
+    tail = [Flatten()] if spec.kind == "cnn" else []
+    return serial(*hidden * spec.depth, *tail, Dense(W_std=W_STD, b_std=B_STD))
+
+
+def num_outputs(spec: Data) -> int:
+    return 1 if spec.two_class else len(spec.classes)
+
+
+def forget_sets(
+    classes: np.ndarray, percent: int, remove_from: int | None, seed: int, count: int
+) -> list[np.ndarray]:
+    """`count` random sets of `percent` of all points, or of one class; the first is evaluated."""
+    pool = (
+        np.arange(len(classes)) if remove_from is None else np.flatnonzero(classes == remove_from)
+    )
+    size = max(1, round(len(pool) * percent / 100))
+    rng = np.random.default_rng([seed, percent])
+    return [np.sort(rng.choice(pool, size, replace=False)) for _ in range(count)]
+
+
+def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
+    """The result and the seconds until it is ready on the device."""
+    start = time.perf_counter()
+    result = jax.block_until_ready(fn())
+    return result, time.perf_counter() - start
+
+
+def moved_by(model: Linearized, x: Array, alpha: Array) -> PyTree:
+    """`θ₀ + Jᵀα`."""
+    return jax.tree.map(jnp.add, model.params, pull_back(model, x, alpha))
+
+
+def accuracies(
+    model: Linearized, params: PyTree, points: Points, gone: np.ndarray, *, linearised: bool
+) -> dict[str, float]:
+    """Accuracy on forgotten and on test points."""
+    at_train = np.asarray(outputs_at(model, params, points.x, linearised))
+    at_test = np.asarray(outputs_at(model, params, points.x_test, linearised))
+    return {
+        "forgotten": metrics.accuracy(at_train[gone], points.labels[gone]),
+        "test": metrics.accuracy(at_test, points.labels_test),
+    }

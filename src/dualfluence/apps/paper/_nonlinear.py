@@ -1,0 +1,165 @@
+"""Gradient descent on the network itself, with the ridge towards its initialisation."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from ..._support.progress import ProgressFn, Ticker
+from ..._support.trees import tree_norm
+from ...kernels._linearized import ApplyFn, Linearized, linearize
+from ._common import Context, Points, make_network, num_outputs
+from ._config import Fig2, Fig3
+
+BATCH = 10_000
+"""Points per batch: all of the paper's training set at once."""
+
+CHECK_EPOCHS = 40
+OnRecord = Callable[[int, PyTree], None]
+
+
+def make_model(config: Fig2 | Fig3, points: Points, seed: int) -> Linearized:
+    """The network at its initialisation."""
+    net = make_network(config.network)
+    shape = points.x.shape[1:]
+    params = net.init(jax.random.key(seed), shape, outputs=num_outputs(config.data))
+    return linearize(net.apply, params, batch_size=BATCH)
+
+
+def train(
+    model: Linearized,
+    x: Array,
+    y: Array,
+    *,
+    ridge: float,
+    rate: float,
+    epochs: int,
+    record_every: int,
+    on_record: OnRecord | None = None,
+    progress: bool | ProgressFn = True,
+) -> PyTree:
+    """Full-batch gradient descent on the mean squared error; `on_record` sees `θ` on the way.
+
+    The matrix products run in the precision of the context.
+    """
+    theta, done = model.params, 0
+    eta, pull = (jnp.asarray(v, model.dtype) for v in (rate, ridge))
+    if on_record is not None:
+        on_record(0, theta)
+    with Ticker(epochs, "epochs", progress) as ticker:
+        while done < epochs:
+            size = min(record_every, epochs - done)
+            theta = _chunk(model.apply_fn, size, model.params, theta, x, y, pull, eta)
+            done += size
+            if on_record is not None:
+                on_record(done, theta)
+            jax.block_until_ready(theta)
+            ticker.tick(size)
+    if not bool(jnp.isfinite(tree_norm(theta))):
+        raise FloatingPointError(f"train: diverged at rate {rate}; lower it.")
+    return theta
+
+
+def risk(
+    apply_fn: ApplyFn, theta_0: PyTree, theta: PyTree, x: Array, y: Array, ridge: Array
+) -> Float[Array, ""]:
+    """Mean of `½(f − y)²` plus `λ/2‖θ − θ₀‖²`."""
+    errors = 0.5 * jnp.mean(jnp.sum((apply_fn(theta, x) - y) ** 2, axis=1))
+    apart = jax.tree.map(lambda a, b: jnp.sum((a - b) ** 2), theta, theta_0)
+    return errors + 0.5 * ridge * sum(jax.tree.leaves(apart), start=jnp.zeros((), errors.dtype))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _chunk(
+    apply_fn: ApplyFn,
+    length: int,
+    theta_0: PyTree,
+    theta: PyTree,
+    x: Array,
+    y: Array,
+    ridge: Array,
+    rate: Array,
+) -> PyTree:
+    def epoch(theta: PyTree, _: None) -> tuple[PyTree, None]:
+        gradient = jax.grad(risk, argnums=2)(apply_fn, theta_0, theta, x, y, ridge)
+        return jax.tree.map(lambda t, g: t - rate * g, theta, gradient), None
+
+    return jax.lax.scan(epoch, theta, None, length=length)[0]
+
+
+@partial(jax.jit, static_argnums=0)
+def gradient_norm(
+    apply_fn: ApplyFn, theta_0: PyTree, theta: PyTree, x: Array, y: Array, ridge: Array
+) -> Array:
+    """`‖∇L‖` of the network's own objective."""
+    gradient = jax.grad(risk, argnums=2)(apply_fn, theta_0, theta, x, y, ridge)
+    return jnp.sqrt(sum((jnp.sum(g**2) for g in jax.tree.leaves(gradient)), start=0.0 * ridge))
+
+
+def trained_network(
+    config: Fig2 | Fig3,
+    context: Context,
+    model: Linearized,
+    points: Points,
+    ridge: float,
+    on_record: OnRecord | None = None,
+) -> PyTree:
+    """The network trained on all points: shared by fig. 2 and fig. 3 through the store."""
+    settings = {
+        "data": [config.data.dataset, config.data.classes, config.data.per_class_train],
+        "network": [config.network.kind, config.network.depth, config.network.width],
+        "training": [ridge, config.rate, config.epochs, config.matmul_precision],
+        "seed": context.seed,
+    }
+
+    def compute() -> list[Any]:
+        theta = train(
+            model,
+            points.x,
+            jnp.asarray(points.y),
+            ridge=ridge,
+            rate=config.rate,
+            epochs=config.epochs,
+            record_every=config.record_every,
+            on_record=on_record,
+            progress=context.progress,
+        )
+        return jax.tree.leaves(theta)
+
+    # A trajectory needs the way, not only the end.
+    leaves = context.run.store.arrays(settings, compute, anew=on_record is not None)
+    return jax.tree.unflatten(
+        jax.tree.structure(model.params), [jnp.asarray(leaf) for leaf in leaves]
+    )
+
+
+def precision_check(config: Fig2 | Fig3, context: Context, points: Points) -> dict[str, Any]:
+    """How far some epochs in the chosen matmul precision lie from the same in full float32."""
+    model = make_model(config, points, context.seed)
+    settings = {
+        "ridge": min(config.ridges),
+        "rate": config.rate,
+        "epochs": CHECK_EPOCHS,
+        "record_every": CHECK_EPOCHS,
+        "progress": False,
+    }
+    ends, seconds = [], []
+    for precision in (config.matmul_precision, "highest"):
+        with jax.default_matmul_precision(precision):
+            args = (model, points.x, jnp.asarray(points.y))
+            train(*args, **settings)  # compiles
+            start = time.perf_counter()
+            ends.append(train(*args, **settings))
+            seconds.append((time.perf_counter() - start) / CHECK_EPOCHS)
+    apart = float(tree_norm(jax.tree.map(jnp.subtract, *ends)))
+    moved = float(tree_norm(jax.tree.map(jnp.subtract, ends[1], model.params)))
+    return {
+        "precision": config.matmul_precision,
+        "epochs": CHECK_EPOCHS,
+        "error_of_change": apart / max(moved, 1e-30),
+        "seconds_per_epoch": dict(zip(("chosen", "highest"), seconds, strict=True)),
+    }

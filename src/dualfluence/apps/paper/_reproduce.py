@@ -1,0 +1,125 @@
+"""Run experiments, then draw and report from the JSON they leave."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ... import datasets
+from ..._support.files import check_writable
+from ..._support.progress import ProgressFn
+from ...datasets._files import given_folder
+from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
+from ._common import Context, LoadFn
+from ._config import NAMES, Config, Fig1, Fig4, configure
+from ._results import OutOfBudget, Run, Store, read_results
+
+RUNNERS: dict[str, Callable[[Any, Context], None]] = {
+    "fig1": _run_fig1.run,
+    "fig2": _run_fig2.run,
+    "fig3": _run_fig3.run,
+    "fig4": _run_fig4.run,
+    "linear": _run_linear.run,
+}
+
+
+def reproduce(
+    name: str,
+    *,
+    scale: str = "smoke",
+    out: str | Path = "results",
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    budget: float | None = None,
+    overrides: dict[str, Any] | None = None,
+    plots_only: bool = False,
+    progress: bool | ProgressFn = True,
+    load: LoadFn = datasets.load,
+) -> bool:
+    """Run one of the paper's experiments, or all, and write JSON, figures and a report.
+
+    **Arguments:**
+
+    - `name`: `"fig1"` to `"fig4"`, `"linear"` or `"all"`.
+    - `scale`: `"paper"` for the published settings, `"smoke"` for minutes on two cores.
+    - `out`: folder for `<name>.json`, `<name>.png` and `report.html`.
+    - `data_dir`: folder with MNIST and CIFAR-10; see `datasets.load`.
+    - `resume`: go on from what an interrupted run left in `out`.
+    - `seed`: of initialisation, removals and queries.
+    - `budget`: seconds after which no new piece is started; what is there is drawn, and a later
+      call with `resume` does the rest.
+    - `overrides`: fields of the configuration to replace, e.g. `{"percentages": (10, 90)}`.
+    - `plots_only`: redraw from the JSON files in `out`; computes nothing.
+    - `load`: where data sets come from.
+
+    **Returns:** whether everything asked for is complete.
+    """
+    names = NAMES if name == "all" else (name,)
+    folder = Path(out)
+    configs = {n: configure(n, scale, overrides) for n in names}
+    complete = True
+    if plots_only and not any(read_results(folder, n) for n in names):
+        raise FileNotFoundError(
+            f"reproduce: nothing to draw in {folder}; expected {', '.join(f'{n}.json' for n in names)}. "
+            "Run without plots_only first."
+        )
+    if not plots_only:
+        if load is datasets.load:
+            _check_data(configs, data_dir, progress)
+        for each in names:
+            check_writable(folder / f"{each}.json")
+        store = Store(folder, resume=resume, budget=budget)
+        for each, config in configs.items():
+            run = Run(store, each, scale, config, seed)
+            _execute(run, config, Context(run, seed, progress, data_dir, load))
+            complete = complete and run.complete
+            _draw(folder, [each], progress)
+    _draw(folder, names if plots_only else [], progress)
+    _report(folder, progress)
+    return complete
+
+
+def _execute(run: Run, config: Config, context: Context) -> None:
+    try:
+        with jax.default_matmul_precision(config.matmul_precision):
+            RUNNERS[run.name](config, context)
+    except OutOfBudget:
+        run.complete = False
+        context.say("time budget spent; run again with --resume for the rest")
+    except KeyboardInterrupt:
+        print(f"{run.name}: interrupted; --resume continues from {run.store.out}", file=sys.stderr)
+        raise
+    run.finish()
+
+
+def _check_data(configs: dict[str, Config], data_dir: Any, progress: bool | ProgressFn) -> None:
+    """Ask for every data set before the first hour is spent."""
+    given_folder(data_dir)  # an error if it is named but not there, even if it is not needed
+    needed: set[tuple[str, tuple[int, ...]]] = set()
+    for config in configs.values():
+        parts = [r.data for r in config.rows] if isinstance(config, Fig1 | Fig4) else [config.data]
+        needed |= {(part.dataset, part.classes) for part in parts}
+    for dataset, classes in sorted(needed):
+        datasets.load(dataset, classes=classes, data_dir=data_dir, progress=progress)
+
+
+def _draw(folder: Path, names: Any, progress: bool | ProgressFn) -> None:
+    from ._plots import draw  # needs matplotlib, the `cli` extra
+
+    for name in names:
+        results = read_results(folder, name)
+        if results is not None:
+            path = draw(results, folder)
+            if progress is not False:
+                print(f"{name}: {path}", flush=True)
+
+
+def _report(folder: Path, progress: bool | ProgressFn) -> None:
+    from ._report import write_report
+
+    path = write_report(folder)
+    if progress is not False:
+        print(f"report: {path}", flush=True)

@@ -1,0 +1,227 @@
+"""What a run leaves on disk: pieces while it runs, then one JSON file; written whole or not at all."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+
+from ..._support.files import write_atomically
+from ..._version import __version__
+from ._config import Config, as_json
+
+COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
+FORMAT = 1
+KEYED = ("percentages", "ridges", "cold", "seeds")
+
+
+class OutOfBudget(Exception):
+    """The time budget is spent; what is done is on disk."""
+
+
+class Store:
+    """A folder of results.
+
+    Pieces lie under `pieces/<experiment>/`, each with the fingerprint of the settings it came from:
+    a resumed run takes those that match and computes the rest. Arrays that experiments share
+    lie under `cache/`.
+
+    **Arguments:**
+
+    - `out`: the folder.
+    - `resume`: use what an earlier run left.
+    - `budget`: seconds after which no new piece is started.
+    """
+
+    def __init__(self, out: Path, *, resume: bool = False, budget: float | None = None) -> None:
+        self.out, self.resume, self.budget = out, resume, budget
+        self._start = time.monotonic()
+        self._fresh: set[str] = set()
+
+    def check_budget(self) -> None:
+        if self.budget is not None and time.monotonic() - self._start > self.budget:
+            raise OutOfBudget
+
+    def arrays(
+        self, settings: Any, compute: Callable[[], list[Any]], *, anew: bool = False
+    ) -> list[np.ndarray]:
+        """Arrays for `settings`: from the cache, or computed (`anew`: in any case) and cached."""
+        name = fingerprint(settings)
+        path = self.out / "cache" / f"{name}.npz"
+        if not anew and path.exists() and (self.resume or name in self._fresh):
+            with np.load(path, allow_pickle=False) as file:
+                return [file[f"a{i}"] for i in range(len(file.files))]
+        self.check_budget()
+        values = [np.asarray(value) for value in compute()]
+        named = {f"a{i}": value for i, value in enumerate(values)}
+        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **named))
+        self._fresh.add(name)
+        return values
+
+
+class Run:
+    """One experiment's pieces and its final file."""
+
+    def __init__(self, store: Store, name: str, scale: str, config: Config, seed: int) -> None:
+        self.store, self.name, self.scale, self.config, self.seed = store, name, scale, config, seed
+        self.pieces: dict[str, Any] = {}
+        self.complete = True
+        # Pieces are per percentage and ridge: asking for more of them keeps those that are there.
+        fixed = {k: v for k, v in as_json(config).items() if k not in KEYED}
+        self._fingerprint = fingerprint([name, fixed, seed])
+
+    def piece(self, key: str, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The values under `key`: from disk when resuming, else computed and written."""
+        path = self.store.out / "pieces" / self.name / f"{key.replace('/', '-')}.json"
+        found = self._read(path) if self.store.resume else None
+        if found is None:
+            self.store.check_budget()
+            start = time.perf_counter()
+            values = compute()
+            found = {
+                "fingerprint": self._fingerprint,
+                "seconds": time.perf_counter() - start,
+                "device": device_name(),
+                "commit": commit(),
+                "values": plain(values),
+            }
+            write_json(path, found)
+        self.pieces[key] = {k: v for k, v in found.items() if k != "fingerprint"}
+        return found["values"]
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        if not path.exists():
+            return None
+        try:
+            found = json.loads(path.read_text())
+        except ValueError:  # damaged from outside: computed again
+            return None
+        known = isinstance(found, dict) and found.get("fingerprint") == self._fingerprint
+        return found if known and {"seconds", "device", "values"} <= found.keys() else None
+
+    def _measured_on(self) -> dict[str, str]:
+        """The devices of the pieces: a resumed run may put results together on another machine."""
+        devices = sorted({piece["device"] for piece in self.pieces.values()})
+        return {"device": ", ".join(devices)} if devices else {}
+
+    def finish(self) -> Path:
+        """Write `<experiment>.json` from the pieces."""
+        path = self.store.out / f"{self.name}.json"
+        if not self.pieces and path.exists():
+            return path  # nothing came of this run; what an earlier one found stays
+        write_json(
+            path,
+            {
+                "format": FORMAT,
+                "experiment": self.name,
+                "scale": self.scale,
+                "complete": self.complete,
+                "seed": self.seed,
+                "config": as_json(self.config),
+                "environment": environment() | self._measured_on(),
+                "pieces": self.pieces,
+            },
+        )
+        return path
+
+
+def read_results(out: Path, name: str) -> dict[str, Any] | None:
+    """What `Run.finish` wrote, or `None`."""
+    path = out / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """JSON, atomically; not-a-number and infinity become `null`."""
+    text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """All of `content`, or the file as it was."""
+
+    def write(file: IO[bytes]) -> None:
+        file.write(content)
+
+    write_atomically(path, write)
+
+
+def plain(value: Any) -> Any:
+    """Arrays and scalars as lists and numbers that JSON has."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, np.ndarray | jax.Array):
+        return plain(np.asarray(value).tolist())
+    if isinstance(value, np.generic):
+        return plain(value.item())
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
+
+
+def fingerprint(settings: Any) -> str:
+    """Sixteen hexadecimal digits that change with the settings."""
+    text = json.dumps(plain(settings), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def device_name() -> str:
+    """The default device in words."""
+    return jax.devices()[0].device_kind
+
+
+def environment() -> dict[str, Any]:
+    """Versions, device, time and commit."""
+    packages = {p: _version(p) for p in ("jax", "jaxlib", "equinox", "numpy")}
+    return {
+        "versions": {"python": platform.python_version(), "dualfluence": __version__} | packages,
+        "device": device_name(),
+        "platform": jax.default_backend(),
+        "num_devices": jax.device_count(),
+        "cpu_count": os.cpu_count(),
+        "commit": commit(),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def commit() -> str | None:
+    """`DUALFLUENCE_COMMIT`, or that of the checkout which holds the package, if it is one."""
+    if given := os.environ.get(COMMIT_VARIABLE):
+        return given
+    try:
+        found = subprocess.run(
+            [
+                "git",
+                "-C",
+                str(Path(__file__).parent),
+                "describe",
+                "--always",
+                "--dirty",
+                "--abbrev=12",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() or None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

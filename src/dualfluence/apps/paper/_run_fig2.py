@@ -1,0 +1,98 @@
+"""Fig. 2: a network beside its linearisation over training, for several ridges."""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import metrics
+from ...dual._descent import kernel_gradient_descent
+from ...dual._readout import outputs_at
+from ...losses import SquaredError
+from ...models._sources import NetworkSource, pull_back
+from ...operators import AbstractKernelOperator
+from ._common import Context, get_points
+from ._config import Fig2
+from ._nonlinear import gradient_norm, make_model, precision_check, trained_network
+
+
+def run(config: Fig2, context: Context) -> None:
+    """One piece per ridge."""
+    case = Trajectories(config, context)
+    if config.matmul_precision != "highest":
+        context.run.piece("precision", lambda: precision_check(config, context, case.points))
+    for ridge in config.ridges:
+        context.run.piece(f"ridge/{ridge:g}", lambda r=ridge: case.follow(r))
+    for seed in config.seeds:
+        other = Trajectories(config, replace(context, seed=seed))
+        context.run.piece(f"seed/{seed}", lambda c=other: c.end(max(config.ridges)))
+
+
+class Trajectories:
+    """The network and its linearisation, followed together."""
+
+    def __init__(self, config: Fig2, context: Context) -> None:
+        self.config, self.context = config, context
+
+    @cached_property
+    def points(self) -> Any:
+        return get_points(self.config.data, self.context)
+
+    @cached_property
+    def model(self) -> Any:
+        return make_model(self.config, self.points, self.context.seed)
+
+    @cached_property
+    def kernel_op(self) -> AbstractKernelOperator:
+        source = NetworkSource(self.model)
+        return source.operator(self.points.x, 1, form="dense", progress=self.context.progress)
+
+    def follow(self, ridge: float) -> dict[str, Any]:
+        """Train both and record what fig. 2 shows."""
+        config, points, model = self.config, self.points, self.model
+        self.context.say(f"λ = {ridge:g}: linearisation")
+        linear = kernel_gradient_descent(
+            model,
+            points.x,
+            points.y,
+            loss=SquaredError(),
+            ridge=ridge,
+            rate=config.rate,
+            epochs=config.epochs,
+            kernel_op=self.kernel_op,
+            record_every=config.record_every,
+            progress=self.context.progress,
+        )
+        assert linear.recorded is not None
+        at_epoch = dict(zip(linear.recorded_epochs.tolist(), linear.recorded, strict=True))
+        rows: list[dict[str, float]] = []
+        y, pull = jnp.asarray(points.y), jnp.asarray(ridge, jnp.float32)
+
+        def record(epoch: int, theta: Any) -> None:
+            step = pull_back(model, points.x, at_epoch[epoch])
+            theta_lin = jax.tree.map(jnp.add, model.params, step)
+            f = np.asarray(outputs_at(model, theta, points.x_test, False))
+            f_lin = np.asarray(outputs_at(model, theta_lin, points.x_test, True))
+            norm = gradient_norm(model.apply_fn, model.params, theta, points.x, y, pull)
+            rows.append(
+                {
+                    "epoch": epoch,
+                    "distance": metrics.relative_distance(theta, theta_lin),
+                    "rmse": float(np.sqrt(np.mean((f - f_lin) ** 2))),
+                    "accuracy_network": metrics.accuracy(f, points.labels_test),
+                    "accuracy_linear": metrics.accuracy(f_lin, points.labels_test),
+                    "gradient_network": float(norm),
+                    "gradient_linear": float(linear.gradient_norms[epoch]),
+                }
+            )
+
+        self.context.say(f"λ = {ridge:g}: network, {config.epochs} epochs")
+        trained_network(config, self.context, model, points, ridge, record)
+        return {name: [row[name] for row in rows] for name in rows[0]}
+
+    def end(self, ridge: float) -> dict[str, Any]:
+        """The last epoch."""
+        return {name: values[-1] for name, values in self.follow(ridge).items()}

@@ -1,0 +1,174 @@
+"""Fig. 4: infinitely wide networks, estimated against actual changes."""
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ...dual._descent import Descent, kernel_gradient_descent
+from ...dual._fit import fit
+from ...dual._fitted import Fitted
+from ...models._sources import KernelSource, as_source
+from ...problem._edits import Remove
+from ...problem._objective import State
+from ...solvers import PaperCG
+from ._common import LOSSES, Context, get_points, make_network, num_outputs
+from ._config import Fig4, Row
+from ._methods import ITERATED, ONE_STEP, PAPER, facts
+from ._run_fig1 import EXACT_TOLERANCE
+
+
+def run(config: Fig4, context: Context) -> None:
+    """One piece per network and way of training."""
+    for row in config.rows:
+        case = InfiniteCase(row, config, context)
+        context.run.piece(f"{row.name}/published", lambda c=case: c.compare("published"))
+        context.run.piece(f"{row.name}/exact", lambda c=case: c.compare("exact"))
+
+
+class InfiniteCase:
+    """One infinitely wide network, its training set and its queries."""
+
+    def __init__(self, row: Row, config: Fig4, context: Context) -> None:
+        self.row, self.config, self.context = row, config, context
+        self.loss = LOSSES[row.training.loss]
+        self.c = num_outputs(row.data)
+
+    @cached_property
+    def points(self) -> Any:
+        return get_points(self.row.data, self.context)
+
+    @cached_property
+    def queries(self) -> np.ndarray:
+        rng = np.random.default_rng([self.context.seed, 4])
+        size = self.config.num_queries
+        return np.sort(rng.choice(self.points.x_test.shape[0], size, replace=False))
+
+    @cached_property
+    def gone(self) -> np.ndarray:
+        """The same share of every class."""
+        rng = np.random.default_rng([self.context.seed, self.config.remove_percent])
+        parts = []
+        for label in self.row.data.classes:
+            members = np.flatnonzero(self.points.classes == label)
+            size = round(len(members) * self.config.remove_percent / 100)
+            parts.append(rng.choice(members, size, replace=False))
+        return np.sort(np.concatenate(parts))
+
+    @cached_property
+    def kept_weights(self) -> np.ndarray:
+        everything = np.arange(self.points.x.shape[0])
+        return (~np.isin(everything, self.gone)).astype(float)
+
+    @cached_property
+    def cross(self) -> Array:
+        """`K_qn`, the kernel of queries against training points."""
+        source = as_source(make_network(self.row.network))
+        assert isinstance(source, KernelSource)
+        return source.block(self.points.x_test[self.queries], self.points.x, False)
+
+    @cached_property
+    def exact(self) -> Fitted:
+        self.context.say(f"{self.row.name}: kernel of {self.points.x.shape[0]} points, optimum")
+        return self.fit_exactly(None)
+
+    def fit_exactly(self, weights: Any) -> Fitted:
+        return fit(
+            make_network(self.row.network),
+            self.points.x,
+            self.points.y,
+            loss=self.loss,
+            ridge=self.row.training.ridge,
+            weights=weights,
+            num_outputs=self.c,
+            kernel_op=None if weights is None else self.exact.kernel_op,
+            tolerance=EXACT_TOLERANCE,
+            on_failure="report",
+            progress=self.context.progress,
+        )
+
+    def descend(self, retain: Any) -> Descent:
+        training = self.row.training
+        return kernel_gradient_descent(
+            make_network(self.row.network),
+            self.points.x,
+            self.points.y,
+            loss=self.loss,
+            ridge=training.ridge,
+            rate=training.rate,
+            epochs=training.epochs,
+            momentum=training.momentum,
+            retain=retain,
+            num_outputs=self.c,
+            kernel_op=self.exact.kernel_op,
+            progress=self.context.progress,
+        )
+
+    def published(self) -> tuple[Fitted, dict[str, Any]]:
+        """The state that gradient descent left: its outputs, with `α = −g/λ` as in the paper."""
+        descent = self.descend(None)
+        state = State(descent.alpha, self.exact.kernel_op.mv(descent.alpha))
+        fitted = replace(self.exact, state=state, offset=descent.outputs - state.k_alpha)
+        norms = descent.gradient_norms
+        return fitted, {
+            "gradient_norm_first": float(norms[0]),
+            "gradient_norm_last": float(norms[-1]),
+            "descent_seconds": descent.seconds,
+        }
+
+    def compare(self, training: str) -> dict[str, Any]:
+        """Estimates from the trained model, actual changes from the retrained one."""
+        self.context.say(f"{self.row.name}: trained {training}, {len(self.gone)} points removed")
+        if training == "published":
+            base, extra = self.published()
+            alpha_after = self.descend(self.kept_weights).alpha
+        else:
+            base, extra = self.exact, {"fit_seconds": self.exact.stats.seconds}
+            alpha_after = self.fit_exactly(self.kept_weights).alpha
+        y = self.loss.prepare_targets(self.points.y_test[self.queries], self.c, base.offset.dtype)
+        f = self._outputs(base.alpha)
+        actual = self._outputs(alpha_after) - f
+        options: dict[str, dict[str, Any]] = {
+            PAPER: {"solver": PaperCG(self.config.cg_steps, self.config.cg_rtol)},
+            ONE_STEP: {},
+            ITERATED: {"until": self.config.until * self.exact.certificate.parameter_norm},
+        }
+        estimates = {name: self._estimate(base, f, y, option) for name, option in options.items()}
+        loss_before = self.loss.value(f, y)
+        ridge = self.row.training.ridge
+        k_alpha = base.kernel_op.mv(alpha_after)
+        ridge_change = (
+            0.5
+            * ridge
+            * float(jnp.sum(alpha_after * k_alpha) - jnp.sum(base.alpha * base.state.k_alpha))
+        )
+        return extra | {
+            "queries": self.queries.tolist(),
+            "removed": len(self.gone),
+            "outputs_before": f,
+            "actual_outputs": actual,
+            "actual_loss": self.loss.value(f + actual, y) - loss_before,
+            "actual_ridge_change": ridge_change,
+            "estimates": estimates,
+        }
+
+    def _outputs(self, alpha: Array) -> Array:
+        return jnp.dot(self.cross, alpha, precision="highest")
+
+    def _estimate(self, base: Fitted, f: Array, y: Array, option: dict[str, Any]) -> dict[str, Any]:
+        update = base.edit(Remove(self.gone), on_failure="report", progress=False, **option)
+        delta = update.delta_alpha
+        outputs = self._outputs(delta)
+        first_order = jnp.sum(self.loss.grad(f, y) * outputs, axis=1)
+        ridge_term = base.ridge * jnp.sum(base.state.k_alpha * delta)
+        return {
+            "outputs": outputs,
+            "loss_with_ridge": first_order + ridge_term,
+            "loss_without_ridge": first_order,
+            "loss_evaluated": self.loss.value(f + outputs, y) - self.loss.value(f, y),
+            "ridge_term": float(ridge_term),
+            "details": facts(update.stats),
+        }

@@ -1,0 +1,110 @@
+"""A model that is linear in its parameters: random ReLU features, ridge on `‖θ‖²`."""
+
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ... import metrics
+from ...dual._fit import fit
+from ...dual._fitted import Fitted
+from ...kernels._linearized import linearize
+from ._common import LOSSES, Context, accuracies, forget_sets, get_points
+from ._config import B_STD, W_STD, Linear
+from ._methods import ONE_STEP, PARAMETER, RETRAINED, Settings, make_methods
+from ._run_fig1 import EXACT_TOLERANCE
+
+LOSS_NAMES = ("softmax", "squared")
+
+
+def run(config: Linear, context: Context) -> None:
+    """One piece per loss and percentage."""
+    for name in LOSS_NAMES:
+        case = LinearCase(config, context, name)
+        for percent in config.percentages:
+            context.run.piece(f"{name}/{percent}", lambda c=case, p=percent: c.compare(p))
+
+
+def readout(theta: PyTree, features: Array) -> Array:
+    """`f = Φθ`."""
+    return features @ theta
+
+
+class LinearCase:
+    """Random features once, then a linear readout with one of the losses."""
+
+    def __init__(self, config: Linear, context: Context, loss_name: str) -> None:
+        self.config, self.context, self.name = config, context, loss_name
+        self.loss = LOSSES[loss_name]
+        self.settings = Settings(config.cg_steps, config.cg_rtol, config.until)
+
+    @cached_property
+    def points(self) -> Any:
+        """The points with their features in place of pixels."""
+        raw = get_points(self.config.data, self.context)
+        key_w, key_b = jax.random.split(jax.random.key(self.context.seed))
+        num_pixels, size = raw.x.shape[1], self.config.num_features
+        W = jax.random.normal(key_w, (num_pixels, size)) * (W_STD / np.sqrt(num_pixels))
+        b = jax.random.normal(key_b, (size,)) * B_STD
+
+        def features(x: Array) -> Array:
+            return jax.nn.relu(x @ W + b) * (W_STD / np.sqrt(size))
+
+        y = np.eye(10, dtype=np.float32)[raw.classes] if self.name == "squared" else raw.y
+        return raw._replace(x=features(raw.x), x_test=features(raw.x_test), y=y)
+
+    @cached_property
+    def model(self) -> Any:
+        zero = jnp.zeros((self.config.num_features, len(self.config.data.classes)))
+        return linearize(readout, zero, anchor="zero", batch_size=self.points.x.shape[0])
+
+    def fit_exactly(self, weights: Any = None, held: Fitted | None = None) -> Fitted:
+        return fit(
+            self.model,
+            self.points.x,
+            self.points.y,
+            loss=self.loss,
+            ridge=self.config.ridge,
+            weights=weights,
+            kernel_op=None if held is None else held.kernel_op,
+            tolerance=EXACT_TOLERANCE,
+            on_failure="report",
+            progress=self.context.progress,
+        )
+
+    @cached_property
+    def fitted(self) -> Fitted:
+        return self.fit_exactly()
+
+    @cached_property
+    def params(self) -> Any:
+        return self.fitted.params()
+
+    def compare(self, percent: int) -> dict[str, Any]:
+        self.context.say(f"{self.name}: {percent} % removed")
+        points = self.points
+        gone = forget_sets(points.classes, percent, None, self.context.seed, 1)[0]
+        weights = (~np.isin(np.arange(points.x.shape[0]), gone)).astype(float)
+        retrained = self.fit_exactly(weights, self.fitted)
+        target = retrained.params()
+        methods = make_methods(self.fitted, self.params, points.y, self.settings)
+        found, details = {}, {}
+        for name, method in methods.items():
+            found[name], details[name] = method(gone)
+        return {
+            "removed": len(gone),
+            "change": metrics.relative_distance(self.params, target),
+            "distance": {n: metrics.relative_distance(p, target) for n, p in found.items()},
+            "dual_against_parameter_space": metrics.relative_distance(
+                found[ONE_STEP], found[PARAMETER]
+            ),
+            "retrained_bound": retrained.certificate.relative_bound,
+            "accuracy": {
+                name: accuracies(self.model, p, points, gone, linearised=True)
+                for name, p in (found | {RETRAINED: target}).items()
+            },
+            "details": details,
+        }

@@ -1,0 +1,184 @@
+"""Fitting: damped Newton from `α = 0`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import PRNGKeyArray
+
+from .._support.checks import check_finite, check_fraction, check_solver
+from .._support.progress import ProgressFn
+from ..losses import AbstractLoss
+from ..models._sources import as_source
+from ..operators import (
+    AbstractKernelOperator,
+)
+from ..operators._checks import check_kernel
+from ..operators._layout import Device
+from ..problem._objective import State
+from ..solvers import (
+    AbstractDualSolver,
+    Auto,
+    resolve,
+)
+from ._fitted import (
+    MAX_STEPS,
+    Fitted,
+    OnFailure,
+    check_outcome,
+    default_rtol,
+    default_tolerance,
+    make_problem,
+    make_stats,
+)
+from ._newton import Clock, Tolerances, inspect_jit, minimise, op_diagonal
+from ._setup import (
+    choose_form,
+    make_preconditioner,
+    mesh_of,
+    place_source,
+    prepare,
+    with_precision,
+)
+
+
+def fit(
+    model: Any,
+    x: Any,
+    y: Any,
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    weights: Any = None,
+    num_outputs: int | None = None,
+    form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
+    kernel_op: AbstractKernelOperator | None = None,
+    refine: bool = False,
+    precision: jax.lax.Precision | None = None,
+    solver: AbstractDualSolver | Auto | None = None,
+    tolerance: float | None = None,
+    rtol: float | None = None,
+    max_steps: int = MAX_STEPS,
+    rank: int | None = None,
+    key: PRNGKeyArray | None = None,
+    on_failure: OnFailure = "raise",
+    progress: bool | ProgressFn = True,
+) -> Fitted:
+    r"""Train a linearised (or infinitely wide) network to the optimum of
+
+    $$\sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad w_i = s_i/\sum_j s_j,$$
+
+    by damped Newton steps in data space. Tens of products with `K`, where gradient descent takes
+    thousands.
+
+    **Arguments:**
+
+    - `model`: from `linearize` or `dualfluence.infinite`, anything with `kernel(x1, x2)`, such a
+      function, or a precomputed kernel matrix (then `x` may be `None`).
+    - `x`, `y`: training features and targets, points on axis 0.
+    - `loss`, `ridge`: `ℓ` and `λ > 0`.
+    - `weights`: sample weights `s`, 1 by default.
+    - `num_outputs`: `c`, when neither model nor targets tell.
+    - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
+    - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
+      array. Under `jax.distributed`, call this in every process with the same data.
+    - `kernel_op`: `K` on these points, if you have it: `store.build(...).operator()` for one on
+      disk, `low_rank(...)`, or any operator. `model` then serves base outputs and queries.
+    - `refine`: with a float32 kernel, keep dual variables and residuals in float64 and refine the
+      float32 solves, here and in edits: float64 accuracy (for `K` as it is stored) at float32's price.
+    - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
+      on accelerators, and the error that makes is in `stats.notes`.
+    - `solver`: `Auto()` by default.
+    - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
+    - `rtol`: relative residual of the last linear solves.
+    - `rank`: columns of the preconditioner kept for later edits; 0 for none.
+    - `key`: randomness of that preconditioner's sketch.
+    - `on_failure`: `"report"` returns a fit that missed its tolerance, marked in `stats`.
+
+    **Returns:** `Fitted`.
+    """
+    check_solver("fit", solver, (AbstractDualSolver, Auto))
+    check_fraction("fit: rtol", rtol)
+    if tolerance is not None and not 0 < tolerance < np.inf:
+        raise ValueError(f"fit: tolerance must be a positive number, got {tolerance}.")
+    clock = Clock()
+    source = place_source(as_source(model), mesh_of(kernel_op) if mesh is None else mesh)
+    setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
+    setup = with_precision(setup, loss, y, refine, precision)
+    data, op, offset, notes = setup
+    solver = solver or Auto()
+    picked = resolve(solver, op)
+    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, rank, key)
+    diagonal = op_diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
+    zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
+    start = inspect_jit(op, problem, State(zero, zero), diagonal)
+    dtype = offset.dtype
+    limit = default_tolerance(dtype) if tolerance is None else tolerance
+    point, facts = minimise(
+        op,
+        problem,
+        start,
+        diagonal,
+        solver=picked.solver,
+        preconditioner=preconditioner,
+        ridge=float(ridge),
+        rtol=default_rtol(dtype) if rtol is None else rtol,
+        tolerances=Tolerances(None, limit, max_steps),
+        what="fit",
+        progress=progress,
+    )
+    if facts["at_floor"] and not facts["converged"]:
+        facts["converged"] = True
+        notes += (f"stopped at the rounding floor of {dtype}, short of tolerance {limit:.1e}",)
+    facts["products"] += sketched.products
+    notes += sketched.notes
+    stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
+    check_outcome(stats, on_failure, "fit", facts["certificate"], dtype)
+    return Fitted(
+        source=source,
+        data=data,
+        state=point.state,
+        reference=None,
+        loss=loss,
+        ridge=float(ridge),
+        kernel_op=op,
+        offset=offset,
+        kernel_diagonal=diagonal,
+        preconditioner=preconditioner,
+        certificate=facts["certificate"],
+        stats=stats,
+    )
+
+
+def kernel_operator(
+    model: Any,
+    x: Any,
+    *,
+    num_outputs: int | None = None,
+    form: str = "auto",
+    mesh: Mesh | Sequence[Device] | None = None,
+    progress: bool | ProgressFn = True,
+) -> AbstractKernelOperator:
+    """`K` on these points, to be multiplied with or given to `fit(kernel_op=...)`.
+
+    **Arguments:**
+
+    - `model`, `form`: as in `fit`.
+    - `num_outputs`: `c` for a kernel without a network; 1 by default.
+    - `mesh`: devices that share the rows; each computes its own, and none ever holds more.
+    """
+    source = place_source(as_source(model), mesh)
+    features = jnp.asarray(x)
+    check_finite("x", features)
+    network = source.network
+    c = network.apply_shape(features)[1] if network is not None else num_outputs or 1
+    dtype = network.dtype if network is not None else jnp.result_type(float)
+    form, _ = choose_form(source, form, features.shape[0], c, dtype)
+    op = source.operator(features, c, form=form, progress=progress)
+    check_kernel(op)
+    return op

@@ -1,0 +1,484 @@
+"""A fitted model and its edits."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from .._plan import check_fits
+from .._support.checks import OVERFLOW, check_finite, check_fraction, check_queries, check_solver
+from .._support.progress import ProgressFn
+from ..losses import AbstractLoss
+from ..models._sharded import ShardedSource, spread
+from ..models._sources import AbstractSource, JacobianSource, NetworkSource, make_jacobian
+from ..operators import AbstractKernelOperator
+from ..operators._layout import Device, Layout, as_mesh, on_mesh
+from ..problem._certificate import Certificate
+from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
+from ..problem._objective import Problem, State
+from ..solvers import (
+    AbstractDualSolver,
+    AbstractPaperForm,
+    AbstractPreconditioner,
+    Auto,
+    SpectralPreconditioner,
+    resolve,
+)
+from ._newton import (
+    Clock,
+    NotConverged,
+    Point,
+    Stats,
+    StepReport,
+    Tolerances,
+    check_report,
+    influence_step,
+    inspect_jit,
+    minimise,
+    op_diagonal,
+    op_mv,
+)
+from ._readout import DualModel
+
+MAX_STEPS = 100
+AUTO = Auto()
+OnFailure = Literal["raise", "report"]
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How far a network that the user trained is from what the dual equation assumes.
+
+    - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
+    - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
+    - `output_gap`: root mean square of network minus linearised outputs, over that of the change.
+    """
+
+    gradient_norm: float
+    parameter_gap: float
+    output_gap: float
+
+
+@dataclass(frozen=True, eq=False)
+class Fitted(DualModel):
+    """A model at (or near) the optimum of its training objective.
+
+    Made by `fit`, `from_trained` or `load`. Immutable: `edit` returns a new object.
+    """
+
+    loss: AbstractLoss
+    ridge: float
+    kernel_op: AbstractKernelOperator
+    offset: Float[Array, "n c"]
+    kernel_diagonal: Float[Array, "n c"]
+    preconditioner: AbstractPreconditioner
+    certificate: Certificate
+    stats: Stats
+    fidelity: Fidelity | None = None
+
+    @property
+    def layout(self) -> Layout:
+        return self.kernel_op.layout
+
+    @property
+    def outputs(self) -> Float[Array, "n c"]:
+        """Outputs at the training points."""
+        return self.layout.points(self.offset + self.state.k_alpha)
+
+    @property
+    def num_outputs(self) -> int:
+        return self.offset.shape[1]
+
+    def problem(self, data: TrainingSet | None = None) -> Problem:
+        """The objective on this training set, or on an edited one with the same rows."""
+        return make_problem(data or self.data, self.loss, self.ridge, self.offset, self.layout)
+
+    def edit(
+        self,
+        edits: AbstractEdit | Sequence[AbstractEdit],
+        *,
+        steps: int = 1,
+        until: float | None = None,
+        solver: AbstractDualSolver | Auto | AbstractPaperForm | None = None,
+        rtol: float | None = None,
+        mesh: Mesh | Sequence[Device] | None = None,
+        on_failure: OnFailure = "raise",
+        progress: bool | ProgressFn = True,
+    ) -> "Update":
+        r"""The model after an edit of its training set, without retraining from scratch.
+
+        One step (the default) is the influence function, exact for squared error. More steps, or
+        `until`, converge to exact retraining, with a line search on the edited objective.
+
+        **Arguments:**
+
+        - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
+        - `steps`: number of Newton steps.
+        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
+        - `solver`: `Auto`, `Cholesky`, `CG`, or one of the paper's forms (one step, removal only).
+        - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
+        - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
+        - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
+
+        **Returns:** an `Update`.
+        """
+        if not isinstance(steps, (int, np.integer)) or steps < 1:
+            raise ValueError(f"edit: steps must be a whole number, at least 1, got {steps}.")
+        check_solver("edit", solver, (AbstractDualSolver, Auto, AbstractPaperForm))
+        check_fraction("edit: rtol", rtol)
+        if until is not None and not until > 0:
+            raise ValueError(f"edit: until must be a positive distance, got {until}.")
+        data = apply_edits(edits, self.data, self.loss, self.num_outputs)
+        clock = Clock()
+        base = (self if mesh is None else self.on(mesh))._extended(data, progress)
+        problem = base.problem(data)
+        tol = default_rtol(base.state.alpha.dtype) if rtol is None else rtol
+        if isinstance(solver, AbstractPaperForm):
+            if steps != 1 or until is not None:
+                raise ValueError("edit: the paper's forms take exactly one step.")
+            point, facts = solver.remove(base.kernel_op, base.problem(), problem, base.state)
+            point = inspect_jit(base.kernel_op, problem, point, base.kernel_diagonal)
+            facts["certificate"] = point.norms.certificate(base.ridge)
+            choice, reason = repr(solver), "asked for"
+        else:
+            picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
+            choice, reason = picked.solver.describe(base.kernel_op), picked.reason
+            point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
+        stats = make_stats(facts, clock.stop(point), choice, reason)
+        check_outcome(stats, on_failure, "edit", facts["certificate"], problem.offset.dtype)
+        return base._updated(data, point, facts["certificate"], stats)
+
+    def retrain(
+        self,
+        edits: AbstractEdit | Sequence[AbstractEdit],
+        *,
+        solver: AbstractDualSolver | Auto | None = None,
+        tolerance: float | None = None,
+        on_failure: OnFailure = "raise",
+        progress: bool | ProgressFn = True,
+    ) -> "Update":
+        """The model trained from scratch (`α = 0`) on the edited set: the truth to compare with.
+
+        Reuses the kernel, nothing else. `tolerance` is on `certificate.relative_bound`, as in `fit`.
+        """
+        check_solver("retrain", solver, (AbstractDualSolver, Auto))
+        data = apply_edits(edits, self.data, self.loss, self.num_outputs)
+        clock = Clock()
+        base = self._extended(data, progress)
+        picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
+        shape = (base.data.num_points, base.num_outputs)
+        zero = base.layout.place(np.zeros(shape, base.offset.dtype))
+        problem = base.problem(data)
+        start = inspect_jit(base.kernel_op, problem, State(zero, zero), base.kernel_diagonal)
+        limit = default_tolerance(zero.dtype) if tolerance is None else tolerance
+        point, facts = minimise(
+            base.kernel_op,
+            problem,
+            start,
+            base.kernel_diagonal,
+            solver=picked.solver,
+            preconditioner=base.preconditioner,
+            ridge=base.ridge,
+            rtol=default_rtol(zero.dtype),
+            tolerances=Tolerances(None, limit, MAX_STEPS),
+            what="retrain",
+            progress=progress,
+        )
+        facts["converged"] = facts["converged"] or facts["at_floor"]
+        stats = make_stats(
+            facts, clock.stop(point), picked.solver.describe(base.kernel_op), picked.reason
+        )
+        check_outcome(stats, on_failure, "retrain", facts["certificate"], zero.dtype)
+        return base._updated(data, point, facts["certificate"], stats)
+
+    def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":
+        """The same model with the rows of `K` and of every `(n, c)` array spread over devices.
+
+        For a model on one device, e.g. one that was loaded; `fit(mesh=...)` never holds all of `K`
+        in one place to begin with.
+        """
+        if self.layout.sharding is not None:
+            raise ValueError(
+                f"on: the rows are on {self.layout.num_devices} devices already. Fit again with "
+                "mesh=... to use others."
+            )
+        mesh = as_mesh(mesh)
+        layout = on_mesh(self.data.num_points, mesh)
+        op, pre = spread(self.kernel_op, layout), self.preconditioner
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(layout.place(pre.features))
+        return replace(
+            self,
+            source=ShardedSource(_without_jacobian(self.source), mesh),
+            kernel_op=op,
+            state=State(layout.place(self.state.alpha), layout.place(self.state.k_alpha)),
+            offset=layout.place(self.offset, "last"),
+            kernel_diagonal=op_diagonal(op),
+            preconditioner=pre,
+        )
+
+    def with_jacobian(self) -> "Fitted":
+        """The same model with `J` of its training points in memory, for many requests.
+
+        Parameters and predictions then take one pass over `J` (`n·c` times the parameters) instead
+        of a pass forward and backward through the network. It pays for networks with few parameters
+        and much arithmetic, such as convolutional ones; the memory is checked first.
+        """
+        if self.layout.sharding is not None:
+            raise ValueError(
+                "with_jacobian: rows on a mesh are read out where they live, without J."
+            )
+        model, rows = self.network, self.data.num_points * self.num_outputs
+        if not isinstance(self.source, NetworkSource):
+            raise TypeError(
+                f"with_jacobian: the parameters of a {type(self.source).__name__} are not θ₀ + Jᵀα, so "
+                "that J would give others. Fit the network itself, from linearize."
+            )
+        size = jnp.dtype(model.dtype).itemsize
+        needed, hint = rows * model.num_params * size, "Go without it."
+        check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
+        return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
+
+    def _updated(
+        self, data: TrainingSet, point: Point, certificate: Certificate, stats: Stats
+    ) -> "Update":
+        return Update(
+            source=self.source,
+            data=data,
+            state=point.state,
+            reference=self.reference,
+            before=self,
+            certificate=certificate,
+            stats=stats,
+        )
+
+    def _newton(
+        self,
+        problem: Problem,
+        solver: AbstractDualSolver,
+        steps: int,
+        until: float | None,
+        rtol: float,
+        progress: bool | ProgressFn,
+    ) -> tuple[Point, dict[str, Any]]:
+        op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
+        dtype = self.state.alpha.dtype
+        if steps == 1 and until is None:
+            tol: Any = np.asarray(rtol, dtype)
+            point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
+            report = StepReport.unpack(packed)
+            check_report(report, dtype, "edit")
+            return point, {
+                "steps": 1,
+                "iterations": report.iterations,
+                "products": report.products + 1,
+                "residual": report.residual,
+                "converged": report.converged,
+                "inner_converged": report.converged,
+                "certificate": report.certificate(self.ridge),
+            }
+        start = inspect_jit(op, problem, self.state, diagonal)
+        tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
+        point, facts = minimise(
+            op,
+            problem,
+            start,
+            diagonal,
+            solver=solver,
+            preconditioner=pre,
+            ridge=self.ridge,
+            rtol=rtol,
+            tolerances=tolerances,
+            what="edit",
+            progress=progress,
+            # Who counts steps wants each of them solved; who wants a distance wants it soon.
+            loosest=rtol if until is None else 0.1,
+        )
+        if until is None:
+            facts["converged"] = facts["inner_converged"]
+        return point, facts
+
+    def _extended(self, data: TrainingSet, progress: bool | ProgressFn) -> "Fitted":
+        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit."""
+        added = data.num_points - self.data.num_points
+        if added == 0:
+            return self
+        x_new = data.x[-added:]
+        op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
+        layout = op.layout
+        alpha = layout.grow(self.state.alpha, op.num_points)
+        state = State(alpha, op_mv(op, alpha))
+        offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
+        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
+        before = TrainingSet(
+            data.x,
+            jnp.concatenate([self.data.targets, data.targets[-added:]]),
+            np.pad(self.data.sample_weights, (0, added)),
+        )
+        pre = self.preconditioner
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(layout.grow(pre.features, op.num_points))
+        return replace(
+            self,
+            data=before,
+            kernel_op=op,
+            state=state,
+            offset=layout.place(offset, "last"),
+            kernel_diagonal=op_diagonal(op),
+            preconditioner=pre,
+        )
+
+    def _offset_at(self, x: Array, k_alpha: Float[Array, "m c"]) -> Float[Array, "m c"]:
+        """`f − Kα` at new points: the base outputs, or the trained network's less its dual part."""
+        return self.predict(x) - k_alpha
+
+    def save(self, path: Any, *, include_kernel: bool = False) -> None:
+        """Write to one `.npz` file without pickle, atomically; see `dualfluence.load`."""
+        from ._io import save  # the file format sits on top of this class
+
+        save(self, path, include_kernel=include_kernel)
+
+
+@dataclass(frozen=True, eq=False)
+class Update(DualModel):
+    """A model after an edit: dual variables, certificate, stats, and what changed."""
+
+    before: Fitted
+    certificate: Certificate
+    stats: Stats
+
+    @property
+    def layout(self) -> Layout:
+        return self.before.layout
+
+    @property
+    def delta_alpha(self) -> Float[Array, "n c"]:
+        """`Δα`; rows of added or replaced points come last."""
+        return self.layout.points(self.state.alpha - self.before.state.alpha)
+
+    @property
+    def outputs(self) -> Float[Array, "n c"]:
+        """Outputs at all training rows, removed ones included."""
+        return self.layout.points(self.before.offset + self.state.k_alpha)
+
+    def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
+        """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
+        xq = check_queries(xq, self.x)
+        if linearised:
+            change = self.source.cross_mv(xq, self.x, self.delta_alpha)
+            check_finite("delta_outputs", change, hint=OVERFLOW)
+            return change
+        return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
+
+    def delta_loss(
+        self,
+        xq: Any,
+        targets: Any,
+        *,
+        include_ridge: bool = False,
+        linearised: bool = True,
+    ) -> Float[Array, " q"]:
+        r"""Change of the loss at queries, positive where the edit makes it worse.
+
+        $$\nabla\ell(f_q)\cdot K_{qn}\Delta\alpha \;[+\; \lambda\,\alpha^\top K\Delta\alpha]$$
+
+        (paper, eqs. 9 and 13, for any number of outputs).
+
+        **Arguments:**
+
+        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, as the paper's estimate does.
+        - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
+        """
+        xq = check_queries(xq, self.x)
+        before, loss = self.before, self.before.loss
+        y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
+        if y.shape[0] != xq.shape[0]:
+            raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
+        f, delta_f = before.predict(xq), self.delta_outputs(xq)
+        if linearised:
+            change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
+            ridge_change = jnp.sum(before.state.k_alpha * (self.state.alpha - before.state.alpha))
+        else:
+            change = loss.value(f + delta_f, y) - loss.value(f, y)
+            ridge_change = 0.5 * (_square(self.state) - _square(before.state))
+        if include_ridge:
+            change = change + before.ridge * ridge_change
+        check_finite("delta_loss", change, hint=OVERFLOW)
+        return change
+
+    def commit(self) -> Fitted:
+        """The updated model as a fit of its own, ready for the next request.
+
+        Removed points stay as rows of weight zero: their positions remain valid and nothing
+        recompiles.
+        """
+        return replace(
+            self.before,
+            data=self.data,
+            state=self.state,
+            certificate=self.certificate,
+            stats=self.stats,
+        )
+
+
+def _without_jacobian(source: AbstractSource) -> AbstractSource:
+    return NetworkSource(source.model) if isinstance(source, JacobianSource) else source
+
+
+def make_problem(
+    data: TrainingSet,
+    loss: AbstractLoss,
+    ridge: float,
+    offset: Float[Array, "n c"],
+    layout: Layout,
+) -> Problem:
+    """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
+    weights: Any = data.weights.astype(offset.dtype)
+    if layout.sharding is None:
+        # As they are: a compiled function takes arrays of the host faster than device_put does.
+        scalar: Any = np.asarray(ridge, offset.dtype)
+        return Problem(loss, data.targets, weights, scalar, offset)
+    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
+    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
+
+
+def make_stats(
+    facts: dict[str, Any], seconds: float, solver: str, reason: str, notes: tuple[str, ...] = ()
+) -> Stats:
+    """The public record of a run."""
+    names = ("steps", "iterations", "products", "converged", "residual")
+    record = {name: facts[name] for name in names}
+    return Stats(**record, seconds=seconds, solver=solver, reason=reason, notes=notes)
+
+
+def default_tolerance(dtype: Any) -> float:
+    """Relative certified distance that a fit aims for."""
+    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
+
+
+def default_rtol(dtype: Any) -> float:
+    """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
+    return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
+
+
+def _square(state: State) -> Float[Array, ""]:
+    return jnp.sum(state.alpha * state.k_alpha)
+
+
+def check_outcome(
+    stats: Stats, on_failure: OnFailure, what: str, cert: Certificate, dtype: Any
+) -> None:
+    if stats.converged or on_failure == "report":
+        return
+    floor = cert.rounding / cert.ridge
+    raise NotConverged(
+        f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
+        f"relative residual of {stats.residual:.3g} and a certified distance of "
+        f"{cert.distance_bound:.3g}, of which rounding in {dtype} accounts for "
+        f"{floor:.3g}. Try float64, a larger ridge, a looser tolerance or more steps, or "
+        "on_failure='report' to get the answer as it is."
+    )

@@ -1,0 +1,108 @@
+"""Reading a model out of its dual variables: parameters, predictions, changes."""
+
+import abc
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._support.checks import OVERFLOW, check_finite, check_queries
+from .._support.compile import filter_jit
+from ..kernels._linearized import Linearized
+from ..models._sources import AbstractSource
+from ..operators._layout import Layout
+from ..problem._edits import TrainingSet
+from ..problem._objective import State
+
+
+class Reference(eqx.Module):
+    """Parameters and dual variables of a network trained by the user; `θ = θ_ref + Jᵀ(α − α_ref)`."""
+
+    params: PyTree
+    alpha: Float[Array, "n c"]
+    linearised: bool = eqx.field(static=True)
+
+
+@dataclass(frozen=True, eq=False)
+class DualModel(abc.ABC):
+    """A model as dual variables over training points. What fits and updates have in common.
+
+    A plain record, not a pytree: it never enters a compiled function, and a request should not pay
+    for being able to.
+    """
+
+    source: AbstractSource
+    data: TrainingSet
+    state: State
+    reference: Reference | None
+
+    @property
+    def x(self) -> Array:
+        """Training features, one row per point; rows of removed points stay."""
+        return self.data.x
+
+    @property
+    @abc.abstractmethod
+    def layout(self) -> Layout:
+        """Which rows of `state` are training points, and where they live."""
+
+    @property
+    def alpha(self) -> Float[Array, "n c"]:
+        """Dual variables, one row per training point."""
+        return self.layout.points(self.state.alpha)
+
+    @property
+    def network(self) -> Linearized:
+        """The linearised network, or an error for a kernel without parameters."""
+        if self.source.network is None:
+            raise TypeError(
+                "params: this model is a kernel without parameters (infinitely wide, or your own "
+                "kernel). Read out predictions instead, or use linearize for a finite network."
+            )
+        return self.source.network
+
+    def _reference_alpha(self) -> Float[Array, "n c"] | None:
+        """`α_ref` of a network trained by the user, with zero rows for points added since."""
+        if self.reference is None:
+            return None
+        alpha = self.reference.alpha
+        missing = self.data.num_points - alpha.shape[0]
+        return jnp.pad(alpha, ((0, missing), (0, 0))) if missing else alpha
+
+    def params(self) -> PyTree:
+        """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
+        base = self.network.params if self.reference is None else self.reference.params
+        return self.source.moved_params(base, self.x, self.alpha, self._reference_alpha())
+
+    def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
+        """Outputs at query points.
+
+        **Arguments:**
+
+        - `xq`: queries, like the training features.
+        - `linearised`: `False` evaluates the network itself at `params()` instead.
+        """
+        xq = check_queries(xq, self.x)
+        outputs = self._outputs_at(xq, linearised)
+        check_finite("predict", outputs, hint=OVERFLOW)
+        return outputs
+
+    def _outputs_at(self, xq: Array, linearised: bool) -> Float[Array, "q c"]:
+        if not linearised:
+            return outputs_at(self.network, self.params(), xq, linearised=False)
+        since = self._reference_alpha()
+        alpha = self.alpha if since is None else self.alpha - since
+        move = self.source.cross_mv(xq, self.x, alpha)
+        if self.reference is not None:
+            ref = self.reference
+            return move + outputs_at(self.network, ref.params, xq, ref.linearised)
+        base = self.source.base_outputs(xq, move.shape[1])
+        return move if base is None else move + base
+
+
+@filter_jit
+def outputs_at(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Array:
+    """The network, or its linearisation, at any parameters; compiled once per shape."""
+    return model.linearised(params, x) if linearised else model(params, x)

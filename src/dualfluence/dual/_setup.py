@@ -1,0 +1,269 @@
+"""What a fit needs before its first step: checked data, `K`, base outputs, a preconditioner."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, PRNGKeyArray
+
+from .._plan import DEFAULT_RANK, check_fits
+from .._support.checks import check_finite, check_numbers, check_ridge, check_rows
+from .._support.memory import memory_budget
+from .._support.progress import ProgressFn
+from ..kernels._linearized import Linearized
+from ..losses import AbstractLoss
+from ..models._low_rank import AbstractLowRankSource, nystrom
+from ..models._sharded import ShardedSource
+from ..models._sources import FORMS, AbstractSource
+from ..operators import (
+    AbstractKernelOperator,
+    DenseOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    MatrixFreeOperator,
+    MixedOperator,
+    ShardedMatrixFreeOperator,
+    ShardedOperator,
+)
+from ..operators._checks import check_kernel
+from ..operators._layout import Device, as_mesh
+from ..problem._edits import TrainingSet
+from ..solvers import (
+    CG,
+    AbstractDualSolver,
+    AbstractPreconditioner,
+    NoPreconditioner,
+    Refined,
+    SpectralPreconditioner,
+    spectral_preconditioner,
+)
+from ._newton import op_diagonal, op_mv
+
+POWER_STEPS = 1
+PROBES = 16
+KERNEL_SLACK = 1e-2
+"""A kernel that is handed in may be stored in half precision."""
+
+
+class Setup(NamedTuple):
+    """Training set, operator, base outputs on its rows, and words for the stats."""
+
+    data: TrainingSet
+    op: AbstractKernelOperator
+    offset: Array
+    notes: tuple[str, ...]
+
+
+def prepare(
+    source: AbstractSource,
+    x: Any,
+    y: Any,
+    loss: AbstractLoss,
+    ridge: float,
+    weights: Any,
+    num_outputs: int | None,
+    form: str,
+    progress: bool | ProgressFn,
+    op: AbstractKernelOperator | None = None,
+) -> Setup:
+    """Checked training set, operator and base outputs."""
+    check_ridge(ridge)
+    if not isinstance(loss, AbstractLoss):
+        raise TypeError(
+            "fit: loss must be a dualfluence loss such as SoftmaxCrossEntropy(), got "
+            f"{type(loss).__name__}. Wrap your own convex function in Convex(fn)."
+        )
+    if form not in FORMS:
+        raise ValueError(f"fit: form must be one of {FORMS}, got {form!r}.")
+    check_numbers("y", y)
+    if x is None and source.network is not None:
+        raise ValueError("fit: x is None, but a network needs its training features.")
+    if x is not None:
+        check_numbers("x", x)
+    features = jnp.arange(np.shape(y)[0]) if x is None else jnp.asarray(x)
+    if features.ndim == 0 or features.shape[0] == 0:
+        raise ValueError(f"fit: x needs at least one point on axis 0, got shape {features.shape}.")
+    check_finite("x", features)
+    check_rows("y", np.asarray(y) if not hasattr(y, "ndim") else y, features.shape[0], "point of x")
+    if source.network is not None:
+        _check_linear(source.network, features)
+    base = source.base_outputs(features, num_outputs)
+    if base is not None:
+        check_finite("outputs of apply_fn", base)
+        num_outputs = base.shape[1]
+    dtype = base.dtype if base is not None else jnp.result_type(float)
+    targets = loss.prepare_targets(y, num_outputs, dtype)
+    if num_outputs is None:
+        num_outputs = targets.shape[1] if targets.ndim == 2 else 1
+    note: tuple[str, ...] = ()
+    if op is None:
+        form, note = choose_form(source, form, features.shape[0], num_outputs, dtype)
+        op = source.operator(features, num_outputs, form=form, progress=progress)
+    elif (op.layout.num_points, op.num_outputs) != (features.shape[0], num_outputs):
+        raise ValueError(
+            f"fit: kernel_op is for {op.layout.num_points} points with {op.num_outputs} outputs, but "
+            f"there are {features.shape[0]} points with {num_outputs}."
+        )
+    else:
+        _check_same_kernel(source, features, op)
+    checked = check_kernel(op)
+    if base is None:
+        base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
+    if base.dtype != dtype or op.dtype != dtype:
+        base = base.astype(op.dtype)
+        targets = loss.prepare_targets(y, num_outputs, op.dtype)
+    samples = np.ones(features.shape[0]) if weights is None else np.asarray(weights, float)
+    check_rows("weights", samples, features.shape[0], "point of x")
+    if samples.ndim != 1:
+        raise ValueError(
+            f"fit: weights must be a vector, one per point, got shape {samples.shape}."
+        )
+    check_finite("weights", samples)
+    if (samples < 0).any() or not samples.sum() > 0:
+        raise ValueError("fit: weights must be non-negative with a positive sum.")
+    data = TrainingSet(features, targets, samples)
+    return Setup(data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note))
+
+
+def _check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
+    """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
+    if isinstance(op, (LowRankOperator, ShardedOperator)) or isinstance(source, ShardedSource):
+        return
+    where = np.unique(np.linspace(0, x.shape[0] - 1, PROBES).astype(int))
+    own = source.operator(x[where], op.num_outputs, form="auto", progress=False).diagonal()
+    given = op_diagonal(op)[where]
+    worst, size = float(jnp.max(jnp.abs(own - given))), float(jnp.max(jnp.abs(own)))
+    if worst > KERNEL_SLACK * size:
+        raise ValueError(
+            f"fit: kernel_op is not the kernel of this model and these points: its diagonal at "
+            f"{where.size} of them differs by {worst:.3g} where the model's is {size:.3g}. Was it built "
+            "from other parameters, or are the points in another order?"
+        )
+
+
+def with_precision(
+    setup: Setup, loss: AbstractLoss, y: Any, refine: bool, precision: jax.lax.Precision | None
+) -> Setup:
+    """The same problem with products as asked: cheaper ones measured, refined ones widened."""
+    data, op, base, notes = setup
+    if precision is not None:
+        op, error = _at_precision(op, precision)
+        notes += (f"products in {precision.name} precision, off by {error:.1e} of their norm",)
+    if refine and op.dtype != jnp.float64:
+        op = MixedOperator(op)
+        targets = loss.prepare_targets(y, op.num_outputs, op.dtype)
+        data = TrainingSet(data.x, targets, data.sample_weights)
+        base = base.astype(op.dtype)
+        notes += (f"{op.op.dtype} kernel, residuals and dual variables in float64",)
+    return Setup(data, op, base, notes)
+
+
+def _at_precision(
+    op: AbstractKernelOperator, precision: jax.lax.Precision
+) -> tuple[AbstractKernelOperator, float]:
+    inner = op.op if isinstance(op, ShardedOperator) else op
+    if not isinstance(inner, (DenseOperator, KroneckerOperator)):
+        raise ValueError(
+            f"fit: precision applies to a dense or Kronecker K in memory, not {type(op).__name__}."
+        )
+    cheap = replace(inner, precision=precision)
+    cheap = replace(op, op=cheap) if isinstance(op, ShardedOperator) else cheap
+    probe = np.random.default_rng(0).normal(size=(op.layout.num_points, op.num_outputs))
+    v = op.layout.place(probe.astype(op.dtype))
+    exact = op_mv(op, v)
+    return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
+
+
+def mesh_of(op: AbstractKernelOperator | None) -> Mesh | None:
+    sharding = None if op is None else op.layout.sharding
+    return sharding.mesh if sharding is not None and isinstance(sharding.mesh, Mesh) else None
+
+
+def place_source(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> AbstractSource:
+    return source if mesh is None else ShardedSource(source, as_mesh(mesh))
+
+
+def choose_form(
+    source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: Any
+) -> tuple[str, tuple[str, ...]]:
+    if isinstance(source, AbstractLowRankSource):
+        return form, ()
+    size = num_points * num_outputs
+    devices = source.mesh.size if isinstance(source, ShardedSource) else 1
+    itemsize = jnp.dtype(dtype).itemsize
+    needed, budget = size * size * itemsize, devices * memory_budget()
+    if form == "dense" and source.network is not None:
+        check_fits(needed, devices, "a dense kernel")
+    if source.network is None and form != "matrix-free":
+        check_fits(num_points * num_points * itemsize, devices, "the kernel of these points")
+    if form != "auto" or source.network is None:
+        return form, ()
+    if needed <= budget:
+        return "dense", ()
+    note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
+    return "matrix-free", (note,)
+
+
+class Sketched(NamedTuple):
+    """What a preconditioner cost: products with `K`, and words."""
+
+    products: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def make_preconditioner(
+    source: AbstractSource,
+    x: Array,
+    op: AbstractKernelOperator,
+    solver: AbstractDualSolver,
+    rank: int | None,
+    key: PRNGKeyArray | None,
+) -> tuple[AbstractPreconditioner, Sketched]:
+    """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
+    op = op.op if isinstance(op, MixedOperator) else op
+    solver = solver.inner if isinstance(solver, Refined) else solver
+    size = op.num_points * op.num_outputs
+    on_devices = isinstance(op, ShardedMatrixFreeOperator)
+    if rank is None:
+        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not on_devices else 0
+    if rank == 0:
+        return NoPreconditioner(), Sketched()
+    if not 0 < rank <= size:
+        raise ValueError(f"fit: rank must be in [0, n·c] = [0, {size}], got {rank}.")
+    key = jax.random.key(0) if key is None else key
+    if isinstance(op, MatrixFreeOperator):
+        # A block product costs as much as `rank` products here; landmark columns are entries.
+        features = nystrom(source, x, rank, op.num_outputs, key).features(x)
+        note = f"preconditioner: {features.shape[2]} columns of K at landmarks"
+        return SpectralPreconditioner(features), Sketched(0, (note,))
+    note = f"preconditioner: rank {rank} from {POWER_STEPS + 1} block products with K"
+    sketch = spectral_preconditioner(op, rank, key, POWER_STEPS)
+    return sketch, Sketched(POWER_STEPS + 1, (note,))
+
+
+def _check_linear(model: Linearized, x: Array) -> None:
+    """For `anchor="zero"`: `f(θ) − f(0) = Jθ` on a few points and a random `θ`, or an error."""
+    model.apply_shape(x)
+    if model.anchor != "zero":
+        return
+    theta, frozen = model.split(model.params)
+    leaves, treedef = jax.tree.flatten(theta)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    probe = jax.tree.unflatten(
+        treedef,
+        [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)],
+    )
+    few = x[:4]
+    actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)
+    linear = model.jvp(few, probe)
+    gap = float(jnp.linalg.norm(actual - linear))
+    if gap > 1e-3 * max(float(jnp.linalg.norm(actual)), 1e-30):
+        raise ValueError(
+            "fit: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
+            f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."
+        )

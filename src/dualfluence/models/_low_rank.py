@@ -1,0 +1,215 @@
+r"""Kernels of low rank, `K ≈ ΦΦᵀ`: random features of the gradient, and Nyström."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
+
+from .._support.compile import filter_jit, jit
+from .._support.progress import ProgressFn
+from ..kernels._linearized import Linearized
+from ..operators import AbstractKernelOperator, LowRankOperator, MixedOperator
+from ._sources import AbstractSource, as_source, pull_back
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+class AbstractLowRankSource(AbstractSource):
+    """A model with features `φ(x)` of shape `(n, c, r)`: `K(x1, x2) = φ(x1) φ(x2)ᵀ`.
+
+    Fits and edits solve on the side of the rank. Exact for the model `f₀(x) + φ(x)w` with the ridge
+    on `‖w‖²`; how near that is to the full kernel's model is the rank's affair.
+    """
+
+    base: eqx.AbstractVar[AbstractSource]
+
+    def features(self, x: Array) -> Float[Array, "n c r"]:
+        """`φ(x)`."""
+        raise NotImplementedError
+
+    @property
+    def network(self) -> Linearized | None:
+        return self.base.network
+
+    def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
+        return self.base.base_outputs(x, num_outputs)
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        left = self.features(jnp.asarray(x1))
+        right = left if x2 is None else self.features(jnp.asarray(x2))
+        return jnp.einsum("iar,jbr->iajb", left, right, precision=HIGHEST)
+
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        return LowRankOperator(self.features(x))
+
+    def coefficients(self, x: Array, v: Float[Array, "n c"]) -> Float[Array, " r"]:
+        """`w = φ(x)ᵀ v`."""
+        return jnp.einsum("iar,ia->r", self.features(x), v, precision=HIGHEST)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        return jnp.dot(self.features(xq), self.coefficients(x, v), precision=HIGHEST)
+
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if isinstance(op, MixedOperator):
+            return MixedOperator(self.extend(op.op, x, x_new, progress=progress))
+        assert isinstance(op, LowRankOperator)
+        return LowRankOperator(jnp.concatenate([op.features, self.features(x_new)]))
+
+
+class RandomFeatureSource(AbstractLowRankSource):
+    r"""$\phi(x) = J(x)P$ with Gaussian $P$, $E[PP^\top] = I$, so that $E[\phi\phi^\top] = K$.
+
+    `P` is never held: its columns come from `key` again whenever they are needed.
+    """
+
+    base: AbstractSource
+    key: PRNGKeyArray
+    rank: int = eqx.field(static=True)
+
+    def features(self, x: Array) -> Float[Array, "n c r"]:
+        assert self.network is not None
+        return _random_features(self.network, x, self.key, self.rank)
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        """`P φ(x)ᵀ v`: the parameters whose linearised outputs are this model's."""
+        assert self.network is not None
+        return _project(self.network, self.coefficients(x, v), self.key)
+
+
+class NystromSource(AbstractLowRankSource):
+    r"""$K \approx K_{xm} K_{mm}^{+} K_{mx}$ from landmarks $m$: $\phi(x) = K_{xm}T$, $TT^\top = K_{mm}^+$.
+
+    Exact at the landmarks. `‖w‖` is `‖θ − θ₀‖`, and `θ − θ₀` lies in the span of their gradients.
+    """
+
+    base: AbstractSource
+    landmarks: Shaped[Array, "m ..."]
+    transform: Float[Array, "mc r"]
+    c: int = eqx.field(static=True)
+
+    def features(self, x: Array) -> Float[Array, "n c r"]:
+        block = _four_axes(self.base.block(x, self.landmarks, False), self.c)
+        return _times(block.reshape(x.shape[0], self.c, -1), self.transform)
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        assert self.network is not None
+        at_landmarks = jnp.dot(self.transform, self.coefficients(x, v), precision=HIGHEST)
+        return pull_back(self.network, self.landmarks, at_landmarks.reshape(-1, self.c))
+
+
+def low_rank(
+    model: Any,
+    x: Any,
+    rank: int,
+    *,
+    method: str = "nystrom",
+    num_outputs: int | None = None,
+    key: PRNGKeyArray | None = None,
+) -> AbstractLowRankSource:
+    r"""A model of rank `rank` in place of `model`, for the same calls of `fit` and `edit`.
+
+    Memory is `n·c·rank` numbers and a solve costs `n·c·rank²`, where a dense kernel takes
+    `(n·c)²` and `(n·c)³`.
+
+    **Arguments:**
+
+    - `model`, `x`: as for `fit`; `x` are the points that landmarks are drawn from.
+    - `rank`: number of features; for Nyström rounded up to whole landmarks, `rank/c` of them.
+    - `method`: `"nystrom"` projects on the gradients of landmarks and fits well when the spectrum
+      falls fast; `"random-features"` projects gradients on random directions: unbiased, with entries
+      off by about `1/√rank`, and needs no kernel entries, only Jacobian products.
+    - `num_outputs`: `c`, for kernels of shape `(n1, n2)`.
+    - `key`: randomness of landmarks or directions.
+    """
+    source, points = as_source(model), jnp.asarray(x)
+    if rank < 1:
+        raise ValueError(f"low_rank: rank must be at least 1, got {rank}.")
+    key = jax.random.key(0) if key is None else key
+    if method == "random-features":
+        if source.network is None:
+            raise TypeError("low_rank: random features of the gradient need a linearised network.")
+        return RandomFeatureSource(source, key, rank)
+    if method != "nystrom":
+        raise ValueError(
+            f"low_rank: method must be 'nystrom' or 'random-features', got {method!r}."
+        )
+    return nystrom(source, points, rank, num_outputs, key)
+
+
+def nystrom(
+    source: AbstractSource, x: Array, rank: int, num_outputs: int | None, key: PRNGKeyArray
+) -> NystromSource:
+    """Landmarks drawn without replacement, `rank/c` of them."""
+    c = num_outputs or 1
+    if source.network is not None:
+        c = source.network.apply_shape(x)[1]
+    count = min(math.ceil(rank / c), x.shape[0])
+    chosen = np.sort(np.asarray(jax.random.permutation(key, x.shape[0])[:count]))
+    landmarks = x[chosen]
+    square = _four_axes(source.block(landmarks, landmarks, False), c).reshape(count * c, -1)
+    return NystromSource(source, landmarks, _inverse_root(square), c)
+
+
+@jit
+def _inverse_root(K: Float[Array, "m m"]) -> Float[Array, "m m"]:
+    """`T` with `TTᵀ = K⁺`; eigenvalues below rounding count as zero."""
+    values, vectors = jnp.linalg.eigh(0.5 * (K + K.T))
+    floor = K.shape[0] * jnp.finfo(K.dtype).eps * values[-1]
+    return vectors * jnp.where(values > floor, 1 / jnp.sqrt(jnp.maximum(values, floor)), 0)
+
+
+@jit
+def _times(block: Float[Array, "n c m"], transform: Float[Array, "m r"]) -> Array:
+    return jnp.dot(block, transform, precision=HIGHEST)
+
+
+def _four_axes(block: Array, c: int) -> Float[Array, "n c m c"]:
+    """A Kronecker block spelled out over its outputs."""
+    if block.ndim == 4:
+        return block
+    return jnp.einsum("nm,ab->namb", block, jnp.eye(c, dtype=block.dtype), precision=HIGHEST)
+
+
+def _direction(model: Linearized, key: PRNGKeyArray, rank: int) -> PyTree:
+    """One column of `P`."""
+    theta = model.split(model.params)[0]
+    leaves, treedef = jax.tree.flatten(theta)
+    keys = jax.random.split(key, len(leaves))
+    draws = [
+        jax.random.normal(k, leaf.shape, leaf.dtype) / math.sqrt(rank)
+        for k, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, draws)
+
+
+@filter_jit
+def _random_features(
+    model: Linearized, x: Array, key: PRNGKeyArray, rank: int
+) -> Float[Array, "n c r"]:
+    columns = jax.lax.map(
+        lambda k: model.jvp(x, _direction(model, k, rank)), jax.random.split(key, rank)
+    )
+    return jnp.moveaxis(columns, 0, 2)
+
+
+@filter_jit
+def _project(model: Linearized, w: Float[Array, " r"], key: PRNGKeyArray) -> PyTree:
+    """`P w`."""
+    keys = jax.random.split(key, w.shape[0])
+    start = jax.tree.map(jnp.zeros_like, model.split(model.params)[0])
+
+    def add(total: PyTree, item: tuple[Array, Array]) -> tuple[PyTree, None]:
+        step = _direction(model, item[0], w.shape[0])
+        return jax.tree.map(lambda t, s: t + item[1] * s, total, step), None
+
+    return jax.lax.scan(add, start, (keys, w))[0]

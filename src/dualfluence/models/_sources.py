@@ -1,0 +1,335 @@
+"""What `fit` can be given: a linearised network, a kernel function, or a kernel matrix."""
+
+import abc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree, Shaped
+
+from .._support.checks import check_range
+from .._support.compile import filter_jit
+from .._support.progress import ProgressFn
+from ..kernels._linearized import Linearized
+from ..operators import (
+    AbstractKernelOperator,
+    BorderedOperator,
+    DenseOperator,
+    KroneckerOperator,
+    LowRankOperator,
+    MatrixFreeOperator,
+    MixedOperator,
+)
+
+FORMS = ("auto", "dense", "matrix-free")
+
+
+class AbstractSource(eqx.Module):
+    """Where `K` comes from: base outputs, the operator on training points, products with queries."""
+
+    @property
+    def network(self) -> Linearized | None:
+        """The linearised network behind the kernel, if there is one."""
+        return None
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
+        raise NotImplementedError(f"{type(self).__name__} has no kernel entries.")
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        """`J(x)ᵀ v`, for a network."""
+        assert self.network is not None
+        return pull_back(self.network, x, v)
+
+    def moved_params(
+        self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
+    ) -> PyTree:
+        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are."""
+        assert self.network is not None
+        theta, frozen = self.network.split(params)
+        step = self.pull_back(x, v if since is None else v - since)
+        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+
+    @abc.abstractmethod
+    def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
+        """`f₀(x)`, or `None` for zero outputs of a width that the targets decide."""
+
+    @abc.abstractmethod
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        """`K(x, x)`."""
+
+    @abc.abstractmethod
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        """`K(xq, x) v`."""
+
+    @abc.abstractmethod
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        """The operator on `x` followed by `x_new`, reusing what `op` already holds."""
+
+
+class NetworkSource(AbstractSource):
+    """A linearised network; queries go through `J(x_q)(Jᵀv)`, so no cross kernel is ever formed."""
+
+    model: Linearized
+
+    @property
+    def network(self) -> Linearized:
+        return self.model
+
+    def moved_params(
+        self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
+    ) -> PyTree:
+        return moved_params(self.model, params, x, v, since)
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        return self.model.kernel(x1, x2, progress=progress)
+
+    def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
+        self.model.apply_shape(x)
+        return _base_outputs(self.model, x)
+
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if form == "matrix-free":
+            return MatrixFreeOperator(self.model, x, num_outputs)
+        kernel = flatten_block(self.model.kernel(x, progress=progress))
+        return DenseOperator(kernel, num_outputs)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        return _cross_mv(self.model, xq, x, v)
+
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if isinstance(op, MatrixFreeOperator):
+            return MatrixFreeOperator(self.model, jnp.concatenate([x, x_new]), op.num_outputs)
+        cross = self.model.kernel(x, x_new, progress=progress)
+        corner = self.model.kernel(x_new, progress=progress)
+        return bordered(op, cross, corner)
+
+
+class JacobianSource(NetworkSource):
+    """A network with `J` of its training points in memory: a read-out is one pass over `J`.
+
+    `jacobian` has one array of shape `(n, c, *leaf.shape)` per trainable leaf. Points that edits
+    append come after these `n` and go through the network.
+    """
+
+    jacobian: PyTree
+
+    def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
+        return _held_pull_back(self.model, self.jacobian, x, v)
+
+    def moved_params(
+        self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
+    ) -> PyTree:
+        return _held_moved_params(self.model, self.jacobian, params, x, v, since)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        return _push(self.model, xq, self.pull_back(x, v))
+
+
+class KernelSource(AbstractSource):
+    """A kernel function `k(x1, x2)` of shape `(n1, n2)` or `(n1, c, n2, c)`, outputs start at 0."""
+
+    kernel: Any
+    takes_none: bool = eqx.field(static=True)
+
+    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+        if self.takes_none:
+            return self.kernel(x1, x2, progress=progress)
+        return jnp.asarray(self.kernel(x1, x1 if x2 is None else x2))
+
+    def base_outputs(self, x: Array, num_outputs: int | None) -> None:
+        return None
+
+    def operator(
+        self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if form == "matrix-free":
+            raise ValueError(
+                "fit: form='matrix-free' needs a network made by linearize; a kernel function "
+                "only gives entries. Use form='auto'."
+            )
+        return operator_from_array(self.block(x, None, progress), x.shape[0], num_outputs)
+
+    def cross_mv(
+        self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
+    ) -> Float[Array, "q c"]:
+        block = self.block(xq, x, progress)
+        if block.ndim == 2:
+            return jnp.dot(block, v, precision="highest")
+        return jnp.einsum("qanb,nb->qa", block, v, precision="highest")
+
+    def extend(
+        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+    ) -> AbstractKernelOperator:
+        if isinstance(op, LowRankOperator):
+            both = jnp.concatenate([x, x_new])
+            return self.operator(both, op.num_outputs, form="auto", progress=progress)
+        return bordered(op, self.block(x, x_new, progress), self.block(x_new, None, progress))
+
+
+class PrecomputedKernel(eqx.Module):
+    """A kernel matrix over a pool of points; "features" are integer positions in that pool.
+
+    `fit(matrix, None, y)` uses all positions as training points. For queries, put them in the same
+    pool: `fit(PrecomputedKernel(K), np.arange(n), y)`, then `fitted.predict(np.arange(n, n + q))`.
+    """
+
+    matrix: Array
+
+    def __check_init__(self) -> None:
+        half = self.matrix.ndim // 2
+        square = self.matrix.ndim in (2, 4) and self.matrix.shape[:half] == self.matrix.shape[half:]
+        if not square:
+            raise ValueError(
+                "kernel: expected shape (n, n), (n·c, n·c) or (n, c, n, c), got "
+                f"{tuple(self.matrix.shape)}."
+            )
+
+    def kernel(self, x1: Any, x2: Any) -> Array:
+        rows, cols = jnp.asarray(x1), jnp.asarray(x2)
+        half = self.matrix.ndim // 2
+        for index in (rows, cols):
+            if not jnp.issubdtype(index.dtype, jnp.integer) or index.ndim != 1:
+                raise TypeError("kernel: with a precomputed matrix, x are integer positions in it.")
+            check_range("kernel", np.asarray(index), self.matrix.shape[0])
+        return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
+
+
+def as_source(model: Any) -> AbstractSource:
+    """Wrap whatever the user gave: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix."""
+    if isinstance(model, AbstractSource):
+        return model
+    if isinstance(model, Linearized):
+        return NetworkSource(model)
+    if isinstance(model, (jax.Array, np.ndarray)):
+        return KernelSource(PrecomputedKernel(jnp.asarray(model)).kernel, False)
+    method: Callable[..., Any] | None = getattr(model, "kernel", None)
+    if callable(method):
+        symmetric = hasattr(model, "kernel_block")
+        return KernelSource(method, symmetric)
+    if callable(model):
+        return KernelSource(model, False)
+    raise TypeError(
+        "fit: model must come from linearize or dualfluence.infinite, have a method "
+        f"kernel(x1, x2), be such a function, or be a kernel matrix; got {type(model).__name__}."
+    )
+
+
+def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelOperator:
+    """Dense or Kronecker operator from an `(n, n)`, `(n·c, n·c)` or `(n, c, n, c)` array."""
+    K = jnp.asarray(array)
+    c = num_outputs
+    if K.shape == (n, n):
+        return KroneckerOperator(K, c)
+    if K.shape in ((n, c, n, c), (n * c, n * c)):
+        return DenseOperator(K.reshape(n * c, n * c), c)
+    raise ValueError(
+        f"kernel: for {n} points and {c} outputs expected shape ({n}, {n}) or ({n}, {c}, {n}, {c}),"
+        f" got {tuple(K.shape)}."
+    )
+
+
+@partial(jax.jit, donate_argnums=0)
+def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
+    """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
+    return block.reshape(block.shape[0] * block.shape[1], -1)
+
+
+def bordered(op: AbstractKernelOperator, cross: Array, corner: Array) -> AbstractKernelOperator:
+    """`[[K, cross], [crossᵀ, corner]]` in the structure of `op`."""
+    if isinstance(op, MixedOperator):
+        return MixedOperator(bordered(op.op, cross, corner))
+    if isinstance(op, KroneckerOperator):
+        return KroneckerOperator(_border(op.matrix, cross, corner), op.num_outputs, op.precision)
+    m = corner.shape[0] * (1 if corner.ndim == 2 else op.num_outputs)
+    if not isinstance(op, DenseOperator):
+        square = operator_from_array(corner, corner.shape[0], op.num_outputs)
+        return BorderedOperator(op, jnp.asarray(cross).reshape(-1, m), square)
+    flat = _border(op.matrix, cross.reshape(-1, m), corner.reshape(m, m))
+    return DenseOperator(flat, op.num_outputs, op.precision)
+
+
+def _border(K: Array, cross: Array, corner: Array) -> Array:
+    return jnp.block([[K, cross], [cross.T, corner]])
+
+
+@filter_jit
+def _base_outputs(model: Linearized, x: Shaped[Array, "n ..."]) -> Array:
+    return model.base_outputs(x)
+
+
+@filter_jit
+def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
+    return model.jvp(xq, model.vjp(x, v))
+
+
+@filter_jit
+def make_jacobian(model: Linearized, x: Array) -> PyTree:
+    """`J(x)`, compiled."""
+    return model.jacobian(x)
+
+
+@filter_jit
+def _push(model: Linearized, xq: Array, tangent: PyTree) -> Array:
+    return model.jvp(xq, tangent)
+
+
+def _times_jacobian(model: Linearized, J: PyTree, x: Array, v: Array) -> PyTree:
+    n = jax.tree.leaves(J)[0].shape[0]
+    flat = v[:n].astype(model.dtype).reshape(-1)
+
+    def leaf(part: Array) -> Array:
+        rows = part.reshape(flat.size, -1)
+        return jnp.dot(flat, rows, precision="highest").reshape(part.shape[2:])
+
+    step = jax.tree.map(leaf, J)
+    if x.shape[0] == n:
+        return step
+    return jax.tree.map(jnp.add, step, model.vjp(x[n:], v[n:]))
+
+
+_held_pull_back = filter_jit(_times_jacobian)
+
+
+@filter_jit
+def _held_moved_params(
+    model: Linearized, J: PyTree, params: PyTree, x: Array, v: Array, since: Array | None
+) -> PyTree:
+    return _moved(model, params, _times_jacobian(model, J, x, v if since is None else v - since))
+
+
+@filter_jit
+def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
+    """`J(x)ᵀ v`, compiled once per shape."""
+    return model.vjp(x, v)
+
+
+@filter_jit
+def moved_params(
+    model: Linearized, params: PyTree, x: Array, v: Array, since: Array | None
+) -> PyTree:
+    """`θ + J(x)ᵀ(v − since)` in one compiled program; leaves that are not trainable stay."""
+    return _moved(model, params, model.vjp(x, v if since is None else v - since))
+
+
+def _moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
+    theta, frozen = model.split(params)
+    return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)

@@ -1,0 +1,220 @@
+"""Edits of a training set: each is new features, targets and sample weights."""
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._support.checks import (
+    as_dtype,
+    check_finite,
+    check_indices,
+    check_numbers,
+    check_range,
+    check_rows,
+)
+from ..losses import AbstractLoss
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingSet:
+    """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
+
+    Removed points keep their row with weight zero: positions never shift and nothing recompiles.
+    """
+
+    x: Array
+    targets: Array
+    sample_weights: np.ndarray
+
+    @property
+    def num_points(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """`w_i = s_i / Σ_j s_j`, the mean loss over what is left."""
+        return self.sample_weights / self.sample_weights.sum()
+
+
+class AbstractEdit(eqx.Module):
+    """A change of the training set. Edits apply in the order given; later ones see earlier ones."""
+
+    @abc.abstractmethod
+    def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
+        """The training set after the edit. New points come last."""
+
+
+class Remove(AbstractEdit):
+    """Leave out the points at `indices`; the mean loss is over the rest (paper, section 2.1)."""
+
+    indices: np.ndarray
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = check_indices("Remove", indices)
+
+    def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
+        _check_present("Remove", self.indices, data)
+        return _reweighted(data, self.indices, 0.0)
+
+
+class Reweight(AbstractEdit):
+    """Give the points at `indices` sample weights (1 is plain training, 0 removes)."""
+
+    indices: np.ndarray
+    weights: np.ndarray
+
+    def __init__(self, indices: Any, weights: Any) -> None:
+        self.indices = check_indices("Reweight", indices)
+        self.weights = _check_weights("Reweight", weights, self.indices.size)
+
+    def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
+        check_range("Reweight", self.indices, data.num_points)
+        return _reweighted(data, self.indices, self.weights)
+
+
+class Relabel(AbstractEdit):
+    """Give the points at `indices` new targets."""
+
+    indices: np.ndarray
+    targets: Any
+
+    def __init__(self, indices: Any, targets: Any) -> None:
+        self.indices = check_indices("Relabel", indices)
+        self.targets = np.atleast_1d(np.asarray(targets))
+        check_numbers("Relabel targets", self.targets)
+        check_rows("Relabel targets", self.targets, self.indices.size, "index")
+
+    def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
+        _check_present("Relabel", self.indices, data)
+        # On the host: a scatter on the device would compile anew for every number of indices.
+        targets = np.array(data.targets)
+        new = loss.prepare_targets(self.targets, num_outputs, targets.dtype)
+        targets[self.indices] = as_dtype("Relabel targets", new, targets.dtype)
+        return TrainingSet(data.x, jnp.asarray(targets), data.sample_weights)
+
+
+class Replace(AbstractEdit):
+    """Give the points at `indices` new features and/or targets.
+
+    New features mean a new row: the old one gets weight zero and the new one is appended with the
+    old weight, so `delta_alpha` has the new rows last.
+    """
+
+    indices: np.ndarray
+    x: Any
+    targets: Any
+
+    def __init__(self, indices: Any, x: Any = None, targets: Any = None) -> None:
+        self.indices = check_indices("Replace", indices)
+        if x is None and targets is None:
+            raise ValueError("Replace: give new features x, new targets, or both.")
+        self.x = None if x is None else np.asarray(x)
+        self.targets = None if targets is None else np.atleast_1d(np.asarray(targets))
+        for name, value in (("Replace x", self.x), ("Replace targets", self.targets)):
+            if value is not None:
+                check_rows(name, value, self.indices.size, "index")
+
+    def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
+        _check_present("Replace", self.indices, data)
+        if self.x is None:
+            return Relabel(self.indices, self.targets).apply(data, loss, num_outputs)
+        kept_weights = data.sample_weights[self.indices]
+        targets = self.targets
+        if targets is not None:
+            targets = loss.prepare_targets(targets, num_outputs, data.targets.dtype)
+        else:
+            targets = np.asarray(data.targets)[self.indices]
+        weights = data.sample_weights.copy()
+        weights[self.indices] = 0.0
+        gone = TrainingSet(data.x, data.targets, weights)
+        return _appended("Replace", gone, self.x, np.asarray(targets), kept_weights)
+
+
+class Add(AbstractEdit):
+    """Add points, with weight 1 unless told otherwise; they start at `α = 0`."""
+
+    x: Any
+    targets: Any
+    weights: np.ndarray
+
+    def __init__(self, x: Any, targets: Any, weights: Any = None) -> None:
+        self.x = np.asarray(x)
+        if self.x.ndim == 0 or self.x.shape[0] == 0:
+            raise ValueError(f"Add: x needs one row per new point, got shape {self.x.shape}.")
+        self.targets = np.atleast_1d(np.asarray(targets))
+        check_numbers("Add targets", self.targets)
+        check_rows("Add targets", self.targets, self.x.shape[0], "new point")
+        ones = np.ones(self.x.shape[0]) if weights is None else weights
+        self.weights = _check_weights("Add", ones, self.x.shape[0])
+
+    def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
+        targets = loss.prepare_targets(self.targets, num_outputs, data.targets.dtype)
+        return _appended("Add", data, self.x, np.asarray(targets), self.weights)
+
+
+def apply_edits(
+    edits: "AbstractEdit | Sequence[AbstractEdit]",
+    data: TrainingSet,
+    loss: AbstractLoss,
+    num_outputs: int,
+) -> TrainingSet:
+    """All edits in order, checked so that some weight is left."""
+    for edit in edits if isinstance(edits, (list, tuple)) else [edits]:
+        if not isinstance(edit, AbstractEdit):
+            raise TypeError(
+                "edit: expected Remove, Relabel, Reweight, Replace or Add, or a list of them, got "
+                f"{type(edit).__name__}."
+            )
+        data = edit.apply(data, loss, num_outputs)
+    if not data.sample_weights.sum() > 0:
+        raise ValueError(
+            "edit: every point has been removed or has weight zero; the mean loss over nothing is "
+            "not defined. Keep at least one point."
+        )
+    return data
+
+
+def _check_weights(name: str, weights: Any, size: int) -> np.ndarray:
+    array = np.atleast_1d(np.asarray(weights, dtype=float))
+    check_rows(f"{name} weights", array, size, "index")
+    check_finite(f"{name} weights", array)
+    if array.ndim != 1 or (array < 0).any():
+        raise ValueError(f"{name}: weights must be a vector of non-negative numbers.")
+    return array
+
+
+def _check_present(name: str, indices: np.ndarray, data: TrainingSet) -> None:
+    check_range(name, indices, data.num_points)
+    gone = indices[data.sample_weights[indices] == 0]
+    if gone.size:
+        raise ValueError(f"{name}: point {int(gone[0])} is not in the training set (weight zero).")
+
+
+def _reweighted(data: TrainingSet, indices: np.ndarray, weights: Any) -> TrainingSet:
+    new = data.sample_weights.copy()
+    new[indices] = weights
+    return TrainingSet(data.x, data.targets, new)
+
+
+def _appended(
+    name: str, data: TrainingSet, x: np.ndarray, targets: np.ndarray, weights: np.ndarray
+) -> TrainingSet:
+    if x.shape[1:] != data.x.shape[1:]:
+        raise ValueError(
+            f"{name}: new features must have shape (m, {', '.join(map(str, data.x.shape[1:]))}), "
+            f"got {x.shape}."
+        )
+    check_finite(f"{name} x", x)
+    new_x = as_dtype(f"{name} x", x, data.x.dtype)
+    new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)
+    return TrainingSet(
+        jnp.concatenate([data.x, new_x]),
+        jnp.concatenate([data.targets, new_targets]),
+        np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
+    )

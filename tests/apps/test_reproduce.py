@@ -1,0 +1,417 @@
+"""The paper's experiments at a size for tests: run, resume, budget, plots, report."""
+
+import copy
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from dualfluence import datasets
+from dualfluence.apps.paper import NAMES, reproduce
+from dualfluence.apps.paper import _published as published
+from dualfluence.apps.paper._claims import CLAIMS, COMPARISONS
+from dualfluence.apps.paper._config import (
+    Architecture,
+    Data,
+    Row,
+    Training,
+    as_json,
+    configure,
+)
+from dualfluence.apps.paper._methods import (
+    COMPARED,
+    HELD,
+    ITERATED,
+    ONE_STEP,
+    PAPER,
+    PAPER_RELEASED,
+    PARAMETER,
+    PARAMETER_RELEASED,
+    RANDOM,
+    RELEASED,
+    RELEASED_PRECISION,
+    RETRAINED,
+)
+from dualfluence.apps.paper._results import Store, plain, read_results, write_json
+from dualfluence.apps.paper._verdicts import PARTLY, Comparison
+
+FIFTY_TIMES = f"warm: {ONE_STEP} is at least 50 times faster than {PAPER_RELEASED}"
+TINY = Data("mnist-small", (3, 8), 6, 4)
+ROW = Row("fcnn", TINY, Architecture("fcnn", 1, 16), Training("squared", 0.1, 0.05, 30))
+OVERRIDES = {
+    "fig1": {"rows": (ROW,), "percentages": (50,), "repeats": 2, "cg_steps": 20},
+    "fig2": {
+        "data": TINY,
+        "network": Architecture("fcnn", 1, 16),
+        "ridges": (1e-1, 1e-2),
+        "rate": 0.05,
+        "epochs": 20,
+        "record_every": 10,
+        "seeds": (0, 1),
+    },
+    "fig3": {
+        "data": TINY,
+        "network": Architecture("fcnn", 1, 16),
+        "ridges": (1e-2, 1e-4),
+        "rate": 0.05,
+        "epochs": 20,
+        "record_every": 10,
+        "percentages": (50,),
+        "cg_steps": 20,
+    },
+    "fig4": {"rows": (replace(ROW, network=Architecture("fcnn", 1, None)),), "num_queries": 5},
+    "linear": {"data": Data("mnist-small", tuple(range(10)), 2, 2), "num_features": 30,
+               "percentages": (50,), "cg_steps": 20},
+}  # fmt: skip
+
+
+def load(name, *, classes=None, data_dir=None, progress=True):
+    """Nine random pixels per image, in memory."""
+    rng = np.random.default_rng(0)
+    classes = np.asarray(classes)
+    y = np.repeat(classes, 12).astype(np.int32)
+    x = (rng.uniform(size=(len(y), 9)) * (1 + np.arange(9) * y[:, None] / 40)).astype(np.float32)
+    return datasets.Dataset(x / 2, y, x / 2, y, name, "made up for tests", 10)
+
+
+def go(name, out, **options):
+    overrides = OVERRIDES[name] | options.pop("overrides", {})
+    return reproduce(name, out=out, load=load, progress=False, overrides=overrides, **options)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """One experiment; the rest are in `everything`."""
+    out = tmp_path_factory.mktemp("results")
+    assert go("fig2", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """Every experiment once, the cold runtime of fig. 1 in a process of its own included."""
+    out = tmp_path_factory.mktemp("everything")
+    for name in NAMES:
+        assert go(name, out)
+    return out
+
+
+def check_outcome(out, names):
+    for name in names:
+        results = read_results(out, name)
+        assert results is not None
+        assert results["complete"]
+        assert results["seed"] == 0
+        assert results["config"]
+        assert results["environment"]["versions"]["jax"]
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        claims = CLAIMS[name](results)
+        assert claims
+        assert all(c.text and c.verdict for c in claims)
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == len(names)
+    assert "Smoke scale" in page
+    assert not [p for p in out.rglob("*") if p.name.endswith(".tmp")]
+
+
+def test_experiments_leave_json_figure_and_report(folder):
+    check_outcome(folder, ("fig2",))
+    assert "Not run: fig1, fig3, fig4, linear" in (folder / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_every_experiment_leaves_json_figure_and_report(everything):
+    check_outcome(everything, NAMES)
+
+
+@pytest.mark.slow
+def test_fig1_measures_every_method_both_ways(everything):
+    values = read_results(everything, "fig1")["pieces"]["fcnn/50"]["values"]
+    assert set(values["warm_seconds"]) == {*COMPARED, *RELEASED, HELD}
+    assert all(len(values["warm_seconds"][name]) == 2 for name in COMPARED)
+    exact = values["distance"]["exact"]["exact"]
+    assert exact[ONE_STEP] < 1e-7  # squared error: one step is retraining
+    assert exact[ITERATED] < 1e-7
+    as_released = values["distance"]["published"]["exact"]
+    assert as_released[PAPER_RELEASED] == pytest.approx(as_released[PAPER], rel=0.05)
+    cold = read_results(everything, "fig1")["pieces"]["fcnn/50/cold"]["values"]["cold_seconds"]
+    assert set(cold) == {*COMPARED, *RELEASED}
+    assert min(cold.values()) > 0
+
+
+@pytest.mark.slow
+def test_fig4_estimates_lie_on_the_diagonal(everything):
+    values = read_results(everything, "fig4")["pieces"]["fcnn/exact"]["values"]
+    for name in (PAPER, ONE_STEP, ITERATED):
+        np.testing.assert_allclose(
+            values["estimates"][name]["outputs"], values["actual_outputs"], rtol=1e-3, atol=1e-5
+        )
+
+
+def test_fig2_trains_both_from_the_same_start(folder):
+    values = read_results(folder, "fig2")["pieces"]["ridge/0.01"]["values"]
+    assert values["epoch"] == [0, 10, 20]
+    assert values["distance"][0] == 0
+    assert values["rmse"][0] < 1e-6
+    assert values["gradient_network"][0] == pytest.approx(values["gradient_linear"][0], rel=1e-4)
+
+
+def test_fig2_follows_other_initialisations_at_the_largest_ridge(folder):
+    results = read_results(folder, "fig2")
+    same, other = (results["pieces"][f"seed/{seed}"]["values"] for seed in (0, 1))
+    whole = results["pieces"]["ridge/0.1"]["values"]
+    assert same["distance"] == pytest.approx(whole["distance"][-1], rel=1e-3)
+    assert other["distance"] != pytest.approx(same["distance"], rel=1e-3)
+    why = next(c.why for c in COMPARISONS["fig2"](results) if c.what == "λ = 0.1, final distance")
+    low, high = sorted((same["distance"], other["distance"]))
+    assert f"2 seeds end at {low:.3g} to {high:.3g}" in why
+
+
+@pytest.mark.slow
+def test_linear_model_is_exact(everything):
+    values = read_results(everything, "linear")["pieces"]["squared/50"]["values"]
+    assert values["distance"][ONE_STEP] < 1e-6
+    assert values["dual_against_parameter_space"] < 1e-4
+
+
+def made_up_fig1(slowness):
+    """A results file with the published distances, ours `slowness` times as fast."""
+    names = (*COMPARED, *RELEASED)
+    accuracy = {n: {"forgotten": 0.7, "test": 0.8} for n in (*names, RANDOM, RETRAINED)}
+    distance = dict.fromkeys((*names, RANDOM), 1e-5) | {ONE_STEP: 1e-7, ITERATED: 1e-8}
+    seconds = {n: 0.1 if n in (ONE_STEP, ITERATED) else 0.1 * slowness for n in names}
+    both = ("published", "exact")
+    pieces = {}
+    for row in ("fcnn", "cnn"):
+        pieces[f"{row}/training"] = {"num_devices": 1, "descent_to_optimum": 1e-4}
+        for percent in published.PERCENTAGES:
+            pieces[f"{row}/{percent}"] = {
+                "warm_seconds": {n: [t, 1.1 * t] for n, t in seconds.items()},
+                "distance": {a: dict.fromkeys(both, distance) for a in both},
+                "accuracy": dict.fromkeys(both, accuracy),
+                "retrained_apart": 2e-4,
+            }
+            pieces[f"{row}/{percent}/cold"] = {"cold_seconds": dict(seconds)}
+    return {
+        "experiment": "fig1",
+        "scale": "paper",
+        "complete": True,
+        "seed": 0,
+        "config": plain(as_json(configure("fig1", "paper"))),
+        "environment": {"device": "a device", "num_devices": 1, "commit": None, "finished": "now",
+                        "versions": {"jax": "1"}},
+        "pieces": {k: {"seconds": 1.0, "device": "d", "values": v} for k, v in pieces.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("slowness", "want"), [(60.0, "holds"), (40.0, "does not hold")])
+def test_verdicts_come_from_the_numbers(slowness, want):
+    found = [c for c in CLAIMS["fig1"](made_up_fig1(slowness)) if FIFTY_TIMES in c.text]
+    assert [c.verdict for c in found] == [want, want]
+
+
+def why_parameter_space(results):
+    label = "CNN, distance parameter space, 90 %"
+    return next(c.why for c in COMPARISONS["fig1"](results) if c.what == label)
+
+
+def test_distances_are_explained_by_what_was_measured_at_default_precision():
+    results = made_up_fig1(60.0)
+    assert "not measured here" in why_parameter_space(results)
+    here = results["pieces"]["cnn/90"]["values"]
+    here["released_precision"] = RELEASED_PRECISION
+    assert "as released it ends at 1e-05" in why_parameter_space(results)
+
+
+def test_the_larger_part_of_a_distance_is_named():
+    results = made_up_fig1(60.0)
+    assert "the method itself sets this number" in why_parameter_space(results)
+    distance = results["pieces"]["cnn/90"]["values"]["distance"]
+    distance["exact"] = {"exact": distance["exact"]["exact"] | {PARAMETER: 1e-7}}
+    assert "gradient descent sets this number" in why_parameter_space(results)
+
+
+def test_one_slow_call_does_not_make_a_claim_hold():
+    results = made_up_fig1(40.0)
+    for percent in published.PERCENTAGES:
+        seconds = results["pieces"][f"fcnn/{percent}"]["values"]["warm_seconds"]
+        seconds[PAPER_RELEASED] = [4.0, 4.0, 400.0]
+    found = [c for c in CLAIMS["fig1"](results) if FIFTY_TIMES in c.text]
+    assert [c.verdict for c in found] == ["does not hold", "does not hold"]
+
+
+def test_claims_measured_at_some_percentages_only_say_so():
+    results = made_up_fig1(60.0)
+    for percent in published.PERCENTAGES[1:]:
+        results["pieces"][f"fcnn/{percent}/cold"]["values"]["cold_seconds"].pop(PARAMETER_RELEASED)
+    text = f"FCNN, cold: {ONE_STEP} is at least 3 times faster than {PARAMETER_RELEASED}"
+    (claim,) = [c for c in CLAIMS["fig1"](results) if text in c.text]
+    assert claim.verdict == PARTLY
+    assert "measured at 10 % only" in claim.evidence
+
+
+def test_failing_at_one_percentage_is_not_failing(everything_fig3):
+    text = f"{PAPER} fails at λ = 0.0001"
+
+    def check(distance):
+        for percent, factor in zip((10, 90), distance, strict=True):
+            values = everything_fig3["pieces"][f"ridge/0.0001/{percent}"]["values"]
+            values["distance"][PAPER] = factor * values["change"]
+        return next(c.verdict for c in CLAIMS["fig3"](everything_fig3) if text in c.text)
+
+    assert check((2.0, 3.0)) == "holds"
+    assert check((0.1, 3.0)) == "does not hold"
+
+
+@pytest.fixture
+def everything_fig3():
+    """Two ridges and two percentages, made up."""
+    names = (*COMPARED, RANDOM)
+    piece = {"change": 1e-3, "distance": dict.fromkeys(names, 1e-3), "details": {}}
+    keys = [f"ridge/{ridge}/{percent}" for ridge in ("0.01", "0.0001") for percent in (10, 90)]
+    config = {"ridges": [1e-2, 1e-4], "percentages": [10, 90]}
+    return {"config": config, "pieces": {k: {"values": copy.deepcopy(piece)} for k in keys}}
+
+
+def test_figure_and_report_need_only_the_json(tmp_path):
+    write_json(tmp_path / "fig1.json", made_up_fig1(60.0))
+    reproduce("fig1", out=tmp_path, plots_only=True, progress=False)
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("data:image/png;base64,") == 1
+    assert "the method itself sets this number" in page
+    assert "Smoke scale" not in page
+
+
+def test_an_interrupted_run_continues_where_it_stopped(tmp_path, monkeypatch):
+    from dualfluence.apps.paper import _run_fig2
+
+    calls = []
+    follow = _run_fig2.Trajectories.follow
+
+    def counting(self, ridge):
+        calls.append(ridge)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return follow(self, ridge)
+
+    monkeypatch.setattr(_run_fig2.Trajectories, "follow", counting)
+    with pytest.raises(KeyboardInterrupt):
+        go("fig2", tmp_path)
+    assert not (tmp_path / "fig2.json").exists()
+    assert go("fig2", tmp_path, resume=True)
+    assert calls == [1e-1, 1e-2, 1e-2, 1e-1, 1e-1]
+    assert go("fig2", tmp_path, resume=True)
+    assert len(calls) == 5
+    assert go("fig2", tmp_path, resume=True, seed=1)  # other settings: nothing is reused
+    assert len(calls) == 9
+
+
+def test_a_budget_stops_between_pieces_and_says_so(tmp_path):
+    assert not go("linear", tmp_path, budget=-1.0)
+    results = read_results(tmp_path, "linear")
+    assert not results["complete"]
+    assert results["pieces"] == {}
+    assert "Incomplete" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("missing", "want"), [(0.0, "holds"), (0.1, "does not hold")])
+def test_the_ridge_term_is_judged_apart_from_curvature(missing, want):
+    actual = np.linspace(-1, 1, 5)
+    step = {
+        "outputs": actual,
+        "loss_evaluated": actual - missing,
+        "loss_without_ridge": actual - 0.1,  # first order: off by as much as the ridge adds
+        "loss_with_ridge": actual,
+        "ridge_term": 0.1,
+    }
+    found = {"actual_outputs": actual, "actual_loss": actual,
+             "estimates": {ONE_STEP: step, ITERATED: step}}  # fmt: skip
+    results = {"config": {"rows": [{"name": "cnn"}]}, "pieces": {"cnn/exact": {"values": found}}}
+    (claim,) = [c for c in CLAIMS["fig4"](results) if "ridge term" in c.text]
+    assert claim.verdict == want
+
+
+def test_a_damaged_piece_is_computed_again(tmp_path):
+    assert go("linear", tmp_path)
+    path = tmp_path / "pieces" / "linear" / "squared-50.json"
+    whole = json.loads(path.read_text())
+    for damage in ("{", "[]", json.dumps({"fingerprint": whole["fingerprint"]})):
+        path.write_text(damage)
+        assert go("linear", tmp_path, resume=True)
+        assert json.loads(path.read_text())["values"] == whole["values"]
+
+
+def test_plots_only_needs_results(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nothing to draw in .*expected fig1\.json"):
+        reproduce("fig1", out=tmp_path, plots_only=True, progress=False)
+
+
+def test_a_run_without_results_leaves_earlier_ones(tmp_path):
+    assert go("linear", tmp_path)
+    before = (tmp_path / "linear.json").read_text()
+    assert not go("linear", tmp_path, budget=-1.0)
+    assert (tmp_path / "linear.json").read_text() == before
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        go("fig2", tmp_path / "file")
+
+
+def test_nothing_half_written_is_left(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"x": object()})
+    assert json.loads(path.read_text()) == {"x": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    store = Store(tmp_path)
+    with pytest.raises(RuntimeError, match="stop"):
+        store.arrays({"a": 1}, lambda: (_ for _ in ()).throw(RuntimeError("stop")))
+    assert not list(tmp_path.glob("cache/*"))
+
+
+def test_plain_values_have_no_infinities():
+    assert plain({"a": np.float32("nan"), "b": np.arange(2), "c": (1.5, np.inf)}) == {
+        "a": None,
+        "b": [0, 1],
+        "c": [1.5, None],
+    }
+
+
+def test_published_values_are_those_of_the_paper():
+    assert published.at_percentages(published.FIG1["fcnn"]["distance dual"])[90] == 5e-4
+    assert published.at_percentages(published.FIG1["cnn"]["warm dual"]) == {10: 0.5, 90: 0.5}
+    assert published.FIG2["distance"][1e-2] == 2.2e-4
+    assert Comparison("a", 1.0, 2.1).differs
+    assert not Comparison("a", 1.0, 0.6).differs
+    results = {"config": {"percentages": [10]}, "pieces": {}, "environment": {"device": "x"}}
+    found = COMPARISONS["fig1"](results)
+    assert len(found) == 10
+    assert all(item.measured is None for item in found)
+
+
+def test_configurations_are_the_published_ones():
+    fig1 = configure("fig1", "paper")
+    assert fig1.rows[0].training == Training("softmax", 1e-2, 0.1, 4000)
+    assert fig1.rows[1].training == Training("squared", 1e-1, 0.1, 500, 0.9)
+    assert configure("fig4", "paper", {"epochs": 7}).rows[0].training.epochs == 7
+    assert configure("fig3", "paper", {"percentages": (10,)}).percentages == (10,)
+    assert configure("fig2", "paper", {"percentages": (10,)}).epochs == 4000
+    with pytest.raises(ValueError, match="no experiment 'fig5'"):
+        configure("fig5", "paper")
+    with pytest.raises(ValueError, match="scale must be"):
+        configure("fig1", "large")
+    for wrong in ((0,), (10, 100), ()):
+        with pytest.raises(ValueError, match="percentages must lie between 1 and 99"):
+            configure("fig3", "paper", {"percentages": wrong})
+
+
+def test_missing_data_says_what_to_put_where(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"data_batch_1\.bin"):
+        reproduce("fig1", out=tmp_path / "out", data_dir=tmp_path, progress=False)
+    assert not (tmp_path / "out").exists()
