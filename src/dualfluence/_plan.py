@@ -12,6 +12,7 @@ from jaxtyping import Array
 
 from ._support.compile import jit
 from ._support.memory import SHARE, total_memory
+from ._support.options import check_choice, check_count, check_positive, maybe
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
 """Assumed bytes per second of a stream through `K`, for another machine than this one."""
@@ -124,14 +125,26 @@ def plan(
     - `bandwidth`: bytes per second through `K`, if you know them.
     - `products`: products with `K`.
     """
-    for name, value in (("n", n), ("c", c), ("devices", devices), ("rank", rank)):
-        if value < 1:
-            raise ValueError(f"plan: {name} must be at least 1, got {value}.")
-    if structure not in ("dense", "kronecker"):
-        raise ValueError(f"plan: structure must be 'dense' or 'kronecker', got {structure!r}.")
+    n, c, devices, rank, products = (
+        check_count(f"plan: {name}", value)
+        for name, value in (
+            ("n", n),
+            ("c", c),
+            ("devices", devices),
+            ("rank", rank),
+            ("products", products),
+        )
+    )
+    num_params, memory, tile = (
+        maybe(check_count, f"plan: {name}", value)
+        for name, value in (("num_params", num_params), ("memory", memory), ("tile", tile))
+    )
+    disk = maybe(check_count, "plan: disk", disk, least=0)
+    bandwidth = maybe(check_positive, "plan: bandwidth", bandwidth)
+    check_choice("plan: structure", structure, ("dense", "kronecker"))
     try:
         floating = jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
-    except TypeError:
+    except (TypeError, ValueError, AttributeError):
         floating = False
     if not floating:
         raise ValueError(
@@ -139,8 +152,7 @@ def plan(
         )
     size = jnp.dtype(dtype).itemsize
     memory = total_memory() if memory is None else memory
-    if platform is not None and platform not in BANDWIDTH:
-        raise ValueError(f"plan: platform must be one of {(*BANDWIDTH,)}, got {platform!r}.")
+    maybe(check_choice, "plan: platform", platform, choices=tuple(BANDWIDTH))
     stream, compute = (
         measure_speed() if platform is None else (BANDWIDTH[platform], COMPUTE[platform])
     )

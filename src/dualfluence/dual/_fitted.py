@@ -11,6 +11,14 @@ from jaxtyping import Array, Float
 
 from .._plan import check_fits
 from .._support.checks import OVERFLOW, check_finite, check_fraction, check_queries, check_solver
+from .._support.options import (
+    check_count,
+    check_flag,
+    check_on_failure,
+    check_positive,
+    check_progress,
+    maybe,
+)
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
 from ..models._sharded import ShardedSource, spread
@@ -18,7 +26,7 @@ from ..models._sources import AbstractSource, JacobianSource, NetworkSource, mak
 from ..operators import AbstractKernelOperator
 from ..operators._layout import Device, Layout, as_mesh, on_mesh
 from ..problem._certificate import Certificate
-from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
+from ..problem._edits import AbstractEdit, TrainingSet, apply_edits, targets_like
 from ..problem._objective import Problem, State
 from ..solvers import (
     AbstractDualSolver,
@@ -126,12 +134,12 @@ class Fitted(DualModel):
 
         **Returns:** an `Update`.
         """
-        if not isinstance(steps, (int, np.integer)) or steps < 1:
-            raise ValueError(f"edit: steps must be a whole number, at least 1, got {steps}.")
+        steps = check_count("edit: steps", steps)
         check_solver("edit", solver, (AbstractDualSolver, Auto, AbstractPaperForm))
         check_fraction("edit: rtol", rtol)
-        if until is not None and not until > 0:
-            raise ValueError(f"edit: until must be a positive distance, got {until}.")
+        until = maybe(check_positive, "edit: until", until, what="distance")
+        check_on_failure("edit", on_failure)
+        check_progress("edit", progress)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = (self if mesh is None else self.on(mesh))._extended(data, progress)
@@ -166,6 +174,9 @@ class Fitted(DualModel):
         Reuses the kernel, nothing else. `tolerance` is on `certificate.relative_bound`, as in `fit`.
         """
         check_solver("retrain", solver, (AbstractDualSolver, Auto))
+        tolerance = maybe(check_positive, "retrain: tolerance", tolerance)
+        check_on_failure("retrain", on_failure)
+        check_progress("retrain", progress)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
@@ -368,7 +379,7 @@ class Update(DualModel):
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = check_queries(xq, self.x)
-        if linearised:
+        if check_flag("delta_outputs: linearised", linearised):
             change = self.source.cross_mv(xq, self.x, self.delta_alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
             return change
@@ -394,8 +405,10 @@ class Update(DualModel):
         - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
         """
         xq = check_queries(xq, self.x)
+        check_flag("delta_loss: include_ridge", include_ridge)
+        check_flag("delta_loss: linearised", linearised)
         before, loss = self.before, self.before.loss
-        y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
+        y = targets_like("delta_loss", targets, before.data.targets, loss, before.num_outputs)
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
         f, delta_f = before.predict(xq), self.delta_outputs(xq)

@@ -11,10 +11,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from .._support.checks import check_finite
+from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
 from .._support.trees import tree_norm
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..models._checks import check_params
 from ..models._sources import NetworkSource, pull_back
 from ..operators._layout import Device
 from ..problem._objective import State
@@ -30,6 +32,7 @@ from ._fitted import (
 from ._newton import Clock, Stats, inspect_jit, op_diagonal, op_mv
 from ._readout import Reference, outputs_at
 from ._setup import (
+    check_sketch,
     make_preconditioner,
     place_source,
     prepare,
@@ -69,21 +72,23 @@ def from_trained(
     - `linearised`: the network that was trained is the linearisation itself.
     - other arguments: as in `fit`.
     """
-    if not isinstance(model, Linearized):
-        raise TypeError("from_trained: model must come from linearize; a kernel has no parameters.")
+    example = "made by linearize; a kernel has no parameters"
+    check_instance("from_trained: model", model, Linearized, example)
+    check_flag("from_trained: linearised", linearised)
+    rank = check_sketch("from_trained", rank, key)
     if jax.tree.structure(trained_params) != jax.tree.structure(model.params):
         raise ValueError(
             "from_trained: trained_params must have the tree structure of the parameters given to "
             f"linearize, {jax.tree.structure(model.params)}."
         )
-    if tangent not in ("initial", "trained"):
-        raise ValueError(f"from_trained: tangent must be 'initial' or 'trained', got {tangent!r}.")
+    check_choice("from_trained: tangent", tangent, ("initial", "trained"))
     for own, given in zip(*map(jax.tree.leaves, (model.params, trained_params)), strict=True):
         if np.shape(own) != np.shape(given):
             raise ValueError(
                 f"from_trained: trained_params must have the shapes of those given to linearize; one "
                 f"leaf is {np.shape(given)} instead of {np.shape(own)}."
             )
+    trained_params = check_params("from_trained: trained_params", model, trained_params)
     clock = Clock()
     tangent_model = replace(model, params=trained_params) if tangent == "trained" else model
     source = place_source(NetworkSource(tangent_model), mesh)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.files import write_atomically
+from .._support.options import check_flag, check_loss, check_path, check_progress
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss, Convex, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..models._sources import AbstractSource, NetworkSource, as_source
@@ -39,6 +40,8 @@ def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
     The model itself (a function) is not stored. `include_kernel` stores `K` as well, so that
     loading computes nothing.
     """
+    path = check_path("save", path)
+    check_flag("save: include_kernel", include_kernel)
     arrays = _arrays(fitted)
     op = fitted.kernel_op
     if include_kernel:
@@ -58,7 +61,7 @@ def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
         "sha256": {name: _digest(array) for name, array in arrays.items()},
     }
     arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    write_atomically(Path(path), lambda file: np.savez(file, allow_pickle=False, **arrays))
+    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
 
 
 def load(
@@ -77,7 +80,11 @@ def load(
       training points are compared with the stored ones.
     - `loss`: needed only for a loss of your own (`Convex`), whose function is not stored.
     """
-    meta, arrays = _read(Path(path))
+    path = check_path("load", path)
+    check_progress("load", progress)
+    if loss is not None:
+        check_loss("load", loss, AbstractLoss)
+    meta, arrays = _read(path)
     source = as_source(model)
     data = TrainingSet(
         jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"]), arrays["sample_weights"]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._support.checks import NotFinite
 from .._support.compile import filter_jit
 from .._support.progress import ProgressFn, Ticker
 from ..operators import AbstractKernelOperator
@@ -217,7 +218,7 @@ def check_report(report: StepReport, dtype: Any, what: str) -> None:
 def check_finite_norm(gradient_norm: float, what: str) -> None:
     """Raise unless the certificate is a number."""
     if not np.isfinite(gradient_norm):
-        raise FloatingPointError(
+        raise NotFinite(
             f"{what}: the gradient is not finite. The kernel may be indefinite, the numbers may "
             "overflow, or the ridge may be below the kernel's rounding; try float64, a larger ridge, "
             "or features and targets of ordinary size."

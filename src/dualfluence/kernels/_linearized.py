@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from .._support.checks import check_concrete, check_numbers
+from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.progress import ProgressFn
 from . import empirical_kernel, kernel_block
 from ._program import largest_activation
@@ -157,17 +159,22 @@ class Linearized(eqx.Module):
         """`(n, c)`, or an error if `apply_fn` returns anything else."""
         try:
             out = eqx.filter_eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
-        except (TypeError, ValueError) as error:
+        except Exception as error:  # the user's function may raise anything
             raise ValueError(
                 f"linearize: apply_fn(params, x) fails for x of shape {x.shape} and dtype {x.dtype}: "
-                f"{error}"
+                f"{type(error).__name__}: {error}"
             ) from error
         shape = getattr(out, "shape", None)
-        if shape is None or len(shape) != 2 or shape[0] != x.shape[0]:
+        if shape is None or len(shape) != 2 or shape[0] != x.shape[0] or shape[1] == 0:
             raise ValueError(
                 f"linearize: apply_fn(params, x) must return an array of shape (n, c) = "
                 f"({x.shape[0]}, c), got {out if shape is None else tuple(shape)}. A scalar "
                 "output still needs its axis: return f[:, None]."
+            )
+        if not jnp.issubdtype(out.dtype, jnp.floating):
+            raise ValueError(
+                f"linearize: apply_fn(params, x) must return real floating-point numbers, got "
+                f"{out.dtype}. Return scores before any argmax, rounding or comparison."
             )
         return shape[0], shape[1]
 
@@ -205,7 +212,14 @@ def linearize(
     - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
     """
+    check_function("linearize: apply_fn", apply_fn, "of (params, x)")
+    check_choice("linearize: anchor", anchor, ("params", "zero"))
+    batch_size = maybe(check_count, "linearize: batch_size", batch_size)
+    if trainable is not None:
+        check_function("linearize: trainable", trainable, "of (path, leaf)")
     leaves, treedef = jax.tree.flatten(params)
+    for leaf in leaves:
+        check_concrete("linearize: params", leaf)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     mask = tuple(
         bool(_is_floating(leaf) and (trainable is None or trainable(path, leaf)))
@@ -216,17 +230,12 @@ def linearize(
             f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point arrays "
             "are trainable unless `trainable` rejects them; make Python numbers arrays by jnp.asarray."
         )
-    if not callable(apply_fn):
-        raise TypeError(
-            f"linearize: apply_fn must be a function of (params, x), got {type(apply_fn).__name__}."
-        )
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"linearize: batch_size must be at least 1, got {batch_size}.")
-    if anchor not in ("params", "zero"):
-        raise ValueError(f"linearize: anchor must be 'params' or 'zero', got {anchor!r}.")
     for path, leaf, used in zip(paths, leaves, mask, strict=True):
+        name = f"linearize: params{jax.tree_util.keystr(path)}"
+        if used:
+            check_numbers(name, leaf)
         if used and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
-            raise ValueError(f"linearize: params{jax.tree_util.keystr(path)} has NaN or inf.")
+            raise ValueError(f"{name} has NaN or inf.")
     arrays = [
         jnp.asarray(leaf) if used or isinstance(leaf, np.ndarray) else leaf
         for leaf, used in zip(leaves, mask, strict=True)

@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections import deque
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -12,6 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._support.checks import NotFinite, as_array, check_points
+from .._support.options import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_path,
+    check_progress,
+    maybe,
+)
 from .._support.progress import ProgressFn, Ticker
 from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
@@ -61,9 +69,15 @@ def build(
 
     **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel_op=...)`.
     """
+    path = check_path("store", path)
+    num_outputs = maybe(check_count, "store: num_outputs", num_outputs)
+    tile = maybe(check_count, "store: tile", tile)
+    maybe(check_choice, "store: dtype", dtype, choices=STORAGE)
+    check_flag("store: verify", verify)
+    check_progress("store", progress)
     source = as_source(model)
-    points = np.asarray(x)
-    path = Path(path)
+    points = np.asarray(as_array("store: x", x))
+    check_points("store: x", points)
     header = _header(source, points, num_outputs, tile, dtype)
     if (path / "header.json").exists():
         store = open_store(path)
@@ -131,7 +145,7 @@ def _tile(
     rows, cols = (header.rows(k) for k in tile)
     exact = block.reshape(side, side)[: rows.stop - rows.start, : cols.stop - cols.start]
     if not np.isfinite(exact).all():
-        raise FloatingPointError(f"store: tile {tile} of the kernel is not finite.")
+        raise NotFinite(f"store: tile {tile} of the kernel is not finite.")
     stored = np.ascontiguousarray(exact.astype(numpy_dtype(header.storage_dtype)))
     gap = exact.astype(np.float64) - stored.astype(np.float64)
     if not np.isfinite(gap).all():
