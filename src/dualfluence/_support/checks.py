@@ -86,10 +86,11 @@ def check_numbers(name: str, value: Any) -> None:
             f"{name}: expected real numbers, got {dtype}. Give real and imaginary parts as features "
             "or targets of their own."
         )
+    kind = _kind(dtype)
     # NumPy counts durations among the integers.
-    if dtype.kind == "b" or (jnp.issubdtype(dtype, jnp.number) and dtype.kind != "m"):
+    if kind == "b" or (jnp.issubdtype(dtype, jnp.number) and kind != "m"):
         return
-    if dtype.kind == "O" and array.size and all(type(v) is int for v in array.flat):
+    if kind == "O" and array.size and all(type(v) is int for v in array.flat):
         raise ValueError(f"{name}: expected integers of at most 64 bits, got {max(array.flat)}.")
     raise TypeError(f"{name}: expected numbers, got dtype {dtype}{_what_to_try(array)}")
 
@@ -97,8 +98,7 @@ def check_numbers(name: str, value: Any) -> None:
 def check_finite(name: str, value: Any, *, hint: str = "Clean or drop these points first.") -> None:
     """Raise if a floating array holds NaN or inf, naming the first bad place."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
-    xp: Any = jnp if isinstance(array, jax.Array) else np
-    if not jnp.issubdtype(array.dtype, jnp.inexact) or bool(xp.isfinite(array).all()):
+    if not jnp.issubdtype(array.dtype, jnp.inexact) or all_finite(name, array):
         return
     bad = np.argwhere(~np.isfinite(np.asarray(array)))
     first = tuple(int(i) for i in bad[0])
@@ -106,6 +106,16 @@ def check_finite(name: str, value: Any, *, hint: str = "Clean or drop these poin
         f"{name}: every entry must be finite, got {np.asarray(array)[first]} at index {first} "
         f"({len(bad)} bad of {array.size}). {hint}"
     )
+
+
+def all_finite(name: str, array: np.ndarray | jax.Array) -> bool:
+    """Whether no entry is NaN or inf."""
+    if isinstance(array, np.ndarray):
+        return bool(np.isfinite(array).all())
+    good = jnp.isfinite(array).all()
+    # Inside of jit all that is computed is traced, also from arrays that have values.
+    check_concrete(name, good)
+    return bool(good)
 
 
 def check_indices(name: str, indices: Any) -> np.ndarray:
@@ -253,7 +263,7 @@ def _device_array(name: str, value: jax.Array) -> jax.Array:
     check_concrete(name, value)
     if value.is_deleted():
         raise ValueError(f"{name}: this array was deleted or donated. Keep a copy to use it again.")
-    if value.dtype.kind not in "fiub":
+    if _kind(value.dtype) not in "fiub":
         check_numbers(name, value)
     return value
 
@@ -291,8 +301,13 @@ def _host_array(name: str, value: Any) -> np.ndarray:
         ) from error
 
 
+def _kind(dtype: Any) -> str:
+    """NumPy's letter for a kind of dtype; random keys have none."""
+    return getattr(dtype, "kind", "?")
+
+
 def _what_to_try(array: Any) -> str:
-    kind = array.dtype.kind
+    kind = _kind(array.dtype)
     if kind in "mM":
         return ". Turn times into numbers, e.g. by t / np.timedelta64(1, 's')."
     if kind == "O":
@@ -312,7 +327,9 @@ def _may_overflow(wide: Any, narrow: Any) -> bool:
 def _check_same(name: str, array: Any, cast: Any) -> None:
     """Raise unless an integer dtype holds these values."""
     # Back in the dtype that came, where integers that wrapped differ from what they were.
-    if bool((cast.astype(array.dtype) == array).all()) and _signs_agree(array, cast):
+    same = (cast.astype(array.dtype) == array).all()
+    check_concrete(name, same)
+    if bool(same) and _signs_agree(array, cast):
         return
     raise ValueError(
         f"{name}: the model was fitted on {cast.dtype}, which cannot hold these {array.dtype} "

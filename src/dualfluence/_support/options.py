@@ -77,9 +77,10 @@ def check_progress(what: str, value: Any) -> None:
 
 
 def check_function(name: str, value: Any, form: str) -> None:
-    """Raise unless `value` can be called; `form` says how it will be."""
-    if not callable(value):
-        raise TypeError(f"{name} must be a function {form}, got {type(value).__name__}.")
+    """Raise unless `value` is a function (or an object that can be called); `form` says of what."""
+    if not callable(value) or isinstance(value, type):
+        given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be a function {form}, got {given}.")
 
 
 def check_instance(name: str, value: Any, kinds: type | tuple[type, ...], example: str) -> None:

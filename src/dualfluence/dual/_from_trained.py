@@ -74,7 +74,7 @@ def from_trained(
     """
     example = "made by linearize; a kernel has no parameters"
     check_instance("from_trained: model", model, Linearized, example)
-    check_flag("from_trained: linearised", linearised)
+    linearised = check_flag("from_trained: linearised", linearised)
     rank = check_sketch("from_trained", rank, key)
     if jax.tree.structure(trained_params) != jax.tree.structure(model.params):
         raise ValueError(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.checks import NotFinite
+from .._support.checks import NotFinite, check_concrete
 from .._support.compile import filter_jit
 from .._support.progress import ProgressFn, Ticker
 from ..operators import AbstractKernelOperator
@@ -49,6 +49,7 @@ class StepReport(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
+        check_concrete("edit", packed)
         values = cls(*np.asarray(packed).tolist())
         return values._replace(
             iterations=int(values.iterations),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from .._support.checks import check_concrete, check_numbers
+from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.progress import ProgressFn
 from . import empirical_kernel, kernel_block
@@ -234,7 +234,7 @@ def linearize(
         name = f"linearize: params{jax.tree_util.keystr(path)}"
         if used:
             check_numbers(name, leaf)
-        if used and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
+        if used and not all_finite(name, jnp.asarray(leaf)):
             raise ValueError(f"{name} has NaN or inf.")
     arrays = [
         jnp.asarray(leaf) if used or isinstance(leaf, np.ndarray) else leaf

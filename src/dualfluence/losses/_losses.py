@@ -93,7 +93,7 @@ def _one_hot(labels: np.ndarray, num_outputs: int | None, dtype: Any) -> Array:
     check_finite("SoftmaxCrossEntropy targets", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"SoftmaxCrossEntropy: class indices must be integers, got dtype {labels.dtype}. "
+            f"SoftmaxCrossEntropy: labels must be integers, got dtype {labels.dtype}. "
             "For probabilities give an array of shape (n, c)."
         )
     low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._support.checks import as_dtype
+from .._support.checks import all_finite, as_dtype
 from ..kernels._linearized import Linearized
 
 
@@ -52,6 +52,6 @@ def _trained(name: str, leaf: Any, base: Any) -> jax.Array:
             f"{name} must have the shape {np.shape(base)} that linearize was given, got "
             f"{array.shape}."
         )
-    if not bool(jnp.isfinite(array).all()):
+    if not all_finite(name, array):
         raise ValueError(f"{name} has NaN or inf. Did training diverge?")
     return array

@@ -206,8 +206,8 @@ class GivenKernel(eqx.Module):
         except Exception as error:
             raise ValueError(
                 f"kernel: the function fails for points of shapes {np.shape(x1)} and "
-                f"{np.shape(x2)}: {type(error).__name__}: {error}. It takes two batches of points; a network goes through "
-                "linearize first."
+                f"{np.shape(x2)}: {type(error).__name__}: {error}. It takes two batches of points; a "
+                "network goes through linearize first."
             ) from error
         return _check_block(as_kernel(value), len(x1), len(x2))
 
