@@ -2,7 +2,8 @@
 
 Each takes one call that works, bends one argument of it, or two, and holds the outcome against
 what the corruption declares: what cannot be meant must be refused, by a ValueError, a TypeError or
-an error of the library's own, with words that name the argument, within seconds. Prints the counts
+an error of the library's own, with words that name the argument, within seconds. What may be meant
+(such as huge numbers) may fail later, by an error of the same classes, or give a finite answer. Prints the counts
 and every violation as JSON; the exit status is 1 if there is one.
 """
 
@@ -52,7 +53,7 @@ def judge(entry: Any, bent: dict[str, Any]) -> Outcome:
     except Hang:
         return Outcome(label, "hang")
     except Exception as error:
-        return _judge_error(label, error, words, must == {ACCEPT})
+        return _judge_error(label, error, words if REFUSE in must else "", must == {ACCEPT})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     if REFUSE in must:

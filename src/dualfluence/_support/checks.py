@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .compile import jit
+
 OVERFLOW = "The model overflows at these queries: scale them as the training features were."
 INT64 = np.iinfo(np.int64)
 
@@ -112,7 +114,7 @@ def all_finite(name: str, array: np.ndarray | jax.Array) -> bool:
     """Whether no entry is NaN or inf."""
     if isinstance(array, np.ndarray):
         return bool(np.isfinite(array).all())
-    good = jnp.isfinite(array).all()
+    good = _finite(array)
     # Inside of jit all that is computed is traced, also from arrays that have values.
     check_concrete(name, good)
     return bool(good)
@@ -299,6 +301,12 @@ def _host_array(name: str, value: Any) -> np.ndarray:
             f"{name}: expected an array of numbers, got a {type(value).__name__} that is none "
             f"({error}). Rows must have equal lengths."
         ) from error
+
+
+@jit
+def _finite(array: jax.Array) -> jax.Array:
+    """In one program: a large kernel is read once, and no array of flags is held."""
+    return jnp.isfinite(array).all()
 
 
 def _kind(dtype: Any) -> str:

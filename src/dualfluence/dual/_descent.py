@@ -229,6 +229,11 @@ def _check_progress(
     first, last = float(norms[0][0]), float(norms[-1][-1])
     if np.isfinite(last) and last <= GROWTH * max(first, 1e-30):
         return
+    if not np.isfinite(first):
+        raise NotFinite(
+            "kernel_gradient_descent: the gradient overflows before the first epoch. Scale features, "
+            "targets and initial outputs to ordinary size, or use float64."
+        )
     curvature = float(largest_curvature(op, problem))
     bound = 2 * (1 + momentum) / (float(problem.ridge) + curvature)
     rule = "2/(λ + λmax)" if momentum == 0 else "2(1 + momentum)/(λ + λmax)"

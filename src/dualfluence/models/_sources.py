@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from .._support.checks import as_jax, check_range
+from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import filter_jit
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
@@ -242,6 +242,7 @@ class PrecomputedKernel(eqx.Module):
 
     def __init__(self, matrix: Any) -> None:
         self.matrix = as_kernel(matrix)
+        check_finite("kernel", self.matrix)
 
     def __check_init__(self) -> None:
         half = self.matrix.ndim // 2
