@@ -3,7 +3,8 @@
 Each takes one call that works, bends one argument of it, or two, and holds the outcome against
 what the corruption declares: what cannot be meant must be refused, by a ValueError, a TypeError or
 an error of the library's own, with words that name the argument, within seconds. What may be meant
-(such as huge numbers) may fail later, by an error of the same classes, or give a finite answer. Prints the counts
+(such as huge numbers) may fail later, by an error of the same classes, or give a finite answer.
+Prints the counts
 and every violation as JSON; the exit status is 1 if there is one.
 """
 
@@ -121,7 +122,7 @@ def _summary(outcomes: list[Outcome], combinations: int, seed: int) -> dict[str,
         "calls": len(outcomes),
         "combinations": combinations,
         "seed": seed,
-        "x64": bool(jax.config.jax_enable_x64),
+        "x64": bool(jax.dtypes.canonicalize_dtype(float) == np.float64),
         "verdicts": dict(Counter(o.verdict for o in outcomes)),
         "violations": [o._asdict() for o in bad],
     }

@@ -121,8 +121,12 @@ class Sparse:
 @pytest.mark.parametrize(
     ("value", "error", "words"),
     [
-        (np.ma.array([1.0, 2.0], mask=[0, 1]), ValueError, "1 masked entries. Drop these points"),
-        ([np.ma.array([1.0, 2.0], mask=[0, 1])], ValueError, "1 masked entries"),
+        (
+            np.ma.array([1.0, 2.0], mask=[False, True]),
+            ValueError,
+            "1 masked entries. Drop these points",
+        ),
+        ([np.ma.array([1.0, 2.0], mask=[False, True])], ValueError, "1 masked entries"),
         (np.zeros(2, "m8[s]"), TypeError, r"dtype timedelta64\[s\]. Turn times into numbers"),
         (np.zeros(2, "M8[D]"), TypeError, "Turn times into numbers"),
         (np.ones(2) * 1j, TypeError, "expected real numbers, got complex128"),
@@ -152,7 +156,7 @@ def test_integers_hold_what_they_are_given_or_refuse(values):
 @pytest.mark.parametrize(
     "indices",
     [
-        np.ma.array([0, 1], mask=[0, 1]),
+        np.ma.array([0, 1], mask=[False, True]),
         np.array([0, 1], "m8[s]"),
         np.array([0, 2**63 + 1], np.uint64),
         [2**64],
@@ -227,7 +231,7 @@ def test_a_matrix_of_more_rows_than_targets_is_not_cut():
 def test_losses_that_fail_or_give_no_scalar_are_named():
     for fn in (lambda f, y: f - y, lambda f, y: 1 / 0, lambda f, y: jnp.sum(f > y)):
         with pytest.raises(ValueError, match="fit: the loss"):
-            fit(loss=dfl.Convex(fn))
+            fit(loss=dfl.Convex(fn))  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +278,7 @@ def test_meshes_are_made_of_devices(mesh, error, words):
 @pytest.mark.parametrize("name", ["c", "num_params", "memory", "tile", "products", "rank"])
 def test_sizes_of_plans_are_positive(name):
     with pytest.raises(ValueError, match=f"plan: {name} must be a whole number"):
-        dfl.plan(10, platform="cpu", **{name: -3})
+        dfl.plan(10, platform="cpu", **{name: -3})  # pyright: ignore[reportArgumentType]
 
 
 def test_counts_and_numbers_take_numpy_and_refuse_flags():

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .compile import jit
 
@@ -72,7 +73,7 @@ def as_dtype(name: str, value: Any, dtype: Any) -> jax.Array:
 
 def check_concrete(name: str, value: Any) -> None:
     """Raise if JAX is tracing `value`."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(
             f"{name}: expected an array with values, got one that JAX is tracing. Fits, edits and "
             "read-outs compile what they need themselves: call them outside of jit, grad and vmap."

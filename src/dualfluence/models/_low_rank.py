@@ -137,15 +137,15 @@ def low_rank(
     rank = check_count("low_rank: rank", rank)
     check_choice("low_rank: method", method, ("nystrom", "random-features"))
     num_outputs = maybe(check_count, "low_rank: num_outputs", num_outputs)
-    key = jax.random.key(0) if key is None else check_key("low_rank: key", key)
+    chosen_key = jax.random.key(0) if key is None else check_key("low_rank: key", key)
     source, points = as_source(model), as_features("low_rank: x", x)
     if source.network is not None:
         num_outputs = check_network(source.network, points, num_outputs)
     if method == "random-features":
         if source.network is None:
             raise TypeError("low_rank: random features of the gradient need a linearised network.")
-        return RandomFeatureSource(source, key, rank)
-    return nystrom(source, points, rank, num_outputs, key)
+        return RandomFeatureSource(source, chosen_key, rank)
+    return nystrom(source, points, rank, num_outputs, chosen_key)
 
 
 def nystrom(

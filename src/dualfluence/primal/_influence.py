@@ -109,7 +109,7 @@ def influence(
     theta = check_params("influence: params", model, params)
     data = _training_set(model, x, y, weights, loss)
     num_outputs = model.apply_shape(data.x)[1]
-    edits = edit if isinstance(edit, (list, tuple)) else [edit]
+    edits: Any = edit if isinstance(edit, (list, tuple)) else [edit]
     edited = apply_edits(edits, data, loss, num_outputs)
     pull, ridge_pull, rule = _right_hand_side(edits, data, edited)
     sized = _with_batches(model, edited.x, batch_size)
