@@ -23,7 +23,7 @@ from .dual._fitted import Fitted as Fitted
 from .dual._fitted import Update as Update
 from .dual._from_trained import from_trained as from_trained
 from .dual._io import load as load
-from .dual._newton import NotConverged as NotConverged
+from .dual._record import NotConverged as NotConverged
 from .kernels._linearized import Linearized as Linearized
 from .kernels._linearized import linearize as linearize
 from .losses import Convex as Convex

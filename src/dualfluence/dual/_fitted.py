@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,34 +19,42 @@ from ..operators import AbstractKernelOperator
 from ..operators._layout import Device, Layout, as_mesh, on_mesh
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
-from ..problem._objective import Problem, State
+from ..problem._objective import Problem, State, make_problem
 from ..solvers import (
     AbstractDualSolver,
-    AbstractPaperForm,
     AbstractPreconditioner,
     Auto,
     SpectralPreconditioner,
     resolve,
 )
-from ._newton import (
-    Clock,
-    NotConverged,
-    Point,
-    Stats,
-    StepReport,
-    Tolerances,
-    check_report,
-    influence_step,
-    inspect_jit,
-    minimise,
-    op_diagonal,
-    op_mv,
-)
+from ._newton import op_diagonal, op_mv
 from ._readout import DualModel
+from ._record import Clock, OnFailure, Stats, check_outcome
+from ._train import (
+    MAX_STEPS,
+    Goal,
+    Machine,
+    default_rtol,
+    default_tolerance,
+    take_one_step,
+    train,
+)
 
-MAX_STEPS = 100
 AUTO = Auto()
-OnFailure = Literal["raise", "report"]
+
+NO_CERTIFICATE = Certificate(float("inf"), 0.0, 0.0, 1.0)
+NO_STATS = Stats(0, 0, 0, False, float("inf"), 0.0, "none", "not trained yet")
+
+
+class Settings(NamedTuple):
+    """How a run is asked for, by whom, and what to do where it fails."""
+
+    what: str
+    goal: Goal
+    solver: AbstractDualSolver | Auto
+    rtol: float | None
+    on_failure: OnFailure
+    progress: bool | ProgressFn
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,34 @@ class Fitted(DualModel):
     stats: Stats
     fidelity: Fidelity | None = None
 
+    @classmethod
+    def untrained(
+        cls,
+        source: AbstractSource,
+        data: TrainingSet,
+        loss: AbstractLoss,
+        ridge: float,
+        kernel_op: AbstractKernelOperator,
+        offset: Float[Array, "n c"],
+        preconditioner: AbstractPreconditioner,
+    ) -> "Fitted":
+        """The model at `α = 0`, where `fit` starts."""
+        zero = kernel_op.layout.place(np.zeros(offset.shape, offset.dtype))
+        return cls(
+            source=source,
+            data=data,
+            state=State(zero, zero),
+            reference=None,
+            loss=loss,
+            ridge=ridge,
+            kernel_op=kernel_op,
+            offset=offset,
+            kernel_diagonal=op_diagonal(kernel_op),
+            preconditioner=preconditioner,
+            certificate=NO_CERTIFICATE,
+            stats=NO_STATS,
+        )
+
     @property
     def layout(self) -> Layout:
         return self.kernel_op.layout
@@ -103,7 +139,7 @@ class Fitted(DualModel):
         *,
         steps: int = 1,
         until: float | None = None,
-        solver: AbstractDualSolver | Auto | AbstractPaperForm | None = None,
+        solver: AbstractDualSolver | Auto | None = None,
         rtol: float | None = None,
         mesh: Mesh | Sequence[Device] | None = None,
         on_failure: OnFailure = "raise",
@@ -119,7 +155,7 @@ class Fitted(DualModel):
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
         - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
-        - `solver`: `Auto`, `Cholesky`, `CG`, or one of the paper's forms (one step, removal only).
+        - `solver`: `Auto`, `Cholesky` or `CG`.
         - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
         - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
         - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
@@ -128,29 +164,16 @@ class Fitted(DualModel):
         """
         if not isinstance(steps, (int, np.integer)) or steps < 1:
             raise ValueError(f"edit: steps must be a whole number, at least 1, got {steps}.")
-        check_solver("edit", solver, (AbstractDualSolver, Auto, AbstractPaperForm))
+        check_solver("edit", solver, (AbstractDualSolver, Auto))
         check_fraction("edit: rtol", rtol)
         if until is not None and not until > 0:
             raise ValueError(f"edit: until must be a positive distance, got {until}.")
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = (self if mesh is None else self.on(mesh))._extended(data, progress)
-        problem = base.problem(data)
-        tol = default_rtol(base.state.alpha.dtype) if rtol is None else rtol
-        if isinstance(solver, AbstractPaperForm):
-            if steps != 1 or until is not None:
-                raise ValueError("edit: the paper's forms take exactly one step.")
-            point, facts = solver.remove(base.kernel_op, base.problem(), problem, base.state)
-            point = inspect_jit(base.kernel_op, problem, point, base.kernel_diagonal)
-            facts["certificate"] = point.norms.certificate(base.ridge)
-            choice, reason = repr(solver), "asked for"
-        else:
-            picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
-            choice, reason = picked.solver.describe(base.kernel_op), picked.reason
-            point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
-        stats = make_stats(facts, clock.stop(point), choice, reason)
-        check_outcome(stats, on_failure, "edit", facts["certificate"], problem.offset.dtype)
-        return base._updated(data, point, facts["certificate"], stats)
+        goal = Goal(until, None, steps if until is None else MAX_STEPS)
+        settings = Settings("edit", goal, solver or AUTO, rtol, on_failure, progress)
+        return base.run(data, base.state, settings, clock)
 
     def retrain(
         self,
@@ -169,31 +192,10 @@ class Fitted(DualModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
-        picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
-        shape = (base.data.num_points, base.num_outputs)
-        zero = base.layout.place(np.zeros(shape, base.offset.dtype))
-        problem = base.problem(data)
-        start = inspect_jit(base.kernel_op, problem, State(zero, zero), base.kernel_diagonal)
-        limit = default_tolerance(zero.dtype) if tolerance is None else tolerance
-        point, facts = minimise(
-            base.kernel_op,
-            problem,
-            start,
-            base.kernel_diagonal,
-            solver=picked.solver,
-            preconditioner=base.preconditioner,
-            ridge=base.ridge,
-            rtol=default_rtol(zero.dtype),
-            tolerances=Tolerances(None, limit, MAX_STEPS),
-            what="retrain",
-            progress=progress,
-        )
-        facts["converged"] = facts["converged"] or facts["at_floor"]
-        stats = make_stats(
-            facts, clock.stop(point), picked.solver.describe(base.kernel_op), picked.reason
-        )
-        check_outcome(stats, on_failure, "retrain", facts["certificate"], zero.dtype)
-        return base._updated(data, point, facts["certificate"], stats)
+        limit = default_tolerance(base.offset.dtype) if tolerance is None else tolerance
+        goal = Goal(None, limit, MAX_STEPS)
+        settings = Settings("retrain", goal, solver or AUTO, None, on_failure, progress)
+        return base.run(data, base._zero(), settings, clock)
 
     def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":
         """The same model with the rows of `K` and of every `(n, c)` array spread over devices.
@@ -243,64 +245,55 @@ class Fitted(DualModel):
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
         return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
 
-    def _updated(
-        self, data: TrainingSet, point: Point, certificate: Certificate, stats: Stats
+    def _zero(self) -> State:
+        """`α = 0`."""
+        zero = self.layout.place(np.zeros(self.offset.shape, self.offset.dtype))
+        return State(zero, zero)
+
+    def run(
+        self,
+        data: TrainingSet,
+        start: State,
+        settings: Settings,
+        clock: Clock,
+        notes: tuple[str, ...] = (),
     ) -> "Update":
+        """Newton steps on `data` from `start`: what `fit`, `edit` and `retrain` have in common."""
+        s, dtype, problem = settings, self.offset.dtype, self.problem(data)
+        rtol = default_rtol(dtype) if s.rtol is None else s.rtol
+        picked = resolve(s.solver, self.kernel_op, data.sample_weights)
+        machine = Machine(
+            self.kernel_op,
+            self.kernel_diagonal,
+            picked.solver,
+            self.preconditioner,
+            self.ridge,
+            s.what,
+        )
+        if s.goal.counts_steps and s.goal.max_steps == 1:
+            outcome = take_one_step(machine, problem, start, rtol)
+        else:
+            outcome = train(machine, problem, start, s.goal, rtol=rtol, progress=s.progress)
+        # Who names a distance wants that distance; who names nothing, what the dtype can give.
+        reached = outcome.ending == "met" or (s.goal.distance is None and outcome.near_floor)
+        converged = outcome.solved if s.goal.counts_steps else reached
+        stats = outcome.stats(
+            converged,
+            clock.stop(outcome.point),
+            picked.solver.describe(self.kernel_op),
+            picked.reason,
+            notes + outcome.notes(dtype),
+        )
+        check_outcome(stats, s.on_failure, s.what, outcome.certificate, dtype)
         return Update(
             source=self.source,
             data=data,
-            state=point.state,
+            state=outcome.point.state,
             reference=self.reference,
             before=self,
-            certificate=certificate,
+            certificate=outcome.certificate,
             stats=stats,
         )
-
-    def _newton(
-        self,
-        problem: Problem,
-        solver: AbstractDualSolver,
-        steps: int,
-        until: float | None,
-        rtol: float,
-        progress: bool | ProgressFn,
-    ) -> tuple[Point, dict[str, Any]]:
-        op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
-        dtype = self.state.alpha.dtype
-        if steps == 1 and until is None:
-            tol: Any = np.asarray(rtol, dtype)
-            point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
-            report = StepReport.unpack(packed)
-            check_report(report, dtype, "edit")
-            return point, {
-                "steps": 1,
-                "iterations": report.iterations,
-                "products": report.products + 1,
-                "residual": report.residual,
-                "converged": report.converged,
-                "inner_converged": report.converged,
-                "certificate": report.certificate(self.ridge),
-            }
-        start = inspect_jit(op, problem, self.state, diagonal)
-        tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
-        point, facts = minimise(
-            op,
-            problem,
-            start,
-            diagonal,
-            solver=solver,
-            preconditioner=pre,
-            ridge=self.ridge,
-            rtol=rtol,
-            tolerances=tolerances,
-            what="edit",
-            progress=progress,
-            # Who counts steps wants each of them solved; who wants a distance wants it soon.
-            loosest=rtol if until is None else 0.1,
-        )
-        if until is None:
-            facts["converged"] = facts["inner_converged"]
-        return point, facts
 
     def _extended(self, data: TrainingSet, progress: bool | ProgressFn) -> "Fitted":
         """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit."""
@@ -429,56 +422,5 @@ def _without_jacobian(source: AbstractSource) -> AbstractSource:
     return NetworkSource(source.model) if isinstance(source, JacobianSource) else source
 
 
-def make_problem(
-    data: TrainingSet,
-    loss: AbstractLoss,
-    ridge: float,
-    offset: Float[Array, "n c"],
-    layout: Layout,
-) -> Problem:
-    """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
-    weights: Any = data.weights.astype(offset.dtype)
-    if layout.sharding is None:
-        # As they are: a compiled function takes arrays of the host faster than device_put does.
-        scalar: Any = np.asarray(ridge, offset.dtype)
-        return Problem(loss, data.targets, weights, scalar, offset)
-    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
-    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
-
-
-def make_stats(
-    facts: dict[str, Any], seconds: float, solver: str, reason: str, notes: tuple[str, ...] = ()
-) -> Stats:
-    """The public record of a run."""
-    names = ("steps", "iterations", "products", "converged", "residual")
-    record = {name: facts[name] for name in names}
-    return Stats(**record, seconds=seconds, solver=solver, reason=reason, notes=notes)
-
-
-def default_tolerance(dtype: Any) -> float:
-    """Relative certified distance that a fit aims for."""
-    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
-
-
-def default_rtol(dtype: Any) -> float:
-    """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
-    return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
-
-
 def _square(state: State) -> Float[Array, ""]:
     return jnp.sum(state.alpha * state.k_alpha)
-
-
-def check_outcome(
-    stats: Stats, on_failure: OnFailure, what: str, cert: Certificate, dtype: Any
-) -> None:
-    if stats.converged or on_failure == "report":
-        return
-    floor = cert.rounding / cert.ridge
-    raise NotConverged(
-        f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
-        f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{cert.distance_bound:.3g}, of which rounding in {dtype} accounts for "
-        f"{floor:.3g}. Try float64, a larger ridge, a looser tolerance or more steps, or "
-        "on_failure='report' to get the answer as it is."
-    )

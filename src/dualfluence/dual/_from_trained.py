@@ -17,7 +17,7 @@ from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._sources import NetworkSource, pull_back
 from ..operators._layout import Device
-from ..problem._objective import State
+from ..problem._objective import State, make_problem
 from ..solvers import (
     Auto,
     resolve,
@@ -25,10 +25,10 @@ from ..solvers import (
 from ._fitted import (
     Fidelity,
     Fitted,
-    make_problem,
 )
-from ._newton import Clock, Stats, inspect_jit, op_diagonal, op_mv
+from ._newton import inspect_jit, op_diagonal, op_mv
 from ._readout import Reference, outputs_at
+from ._record import Clock, Stats
 from ._setup import (
     make_preconditioner,
     place_source,

@@ -20,8 +20,8 @@ from ..problem._edits import TrainingSet
 from ..problem._objective import State
 from ..solvers import NoPreconditioner, SpectralPreconditioner
 from ._fitted import Fidelity, Fitted
-from ._newton import Stats
 from ._readout import Reference
+from ._record import Stats
 
 FORMAT = "dualfluence-fitted"
 VERSION = 1

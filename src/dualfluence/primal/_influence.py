@@ -19,9 +19,9 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_ridge, check_rows
 from .._support.compile import filter_jit
-from ..dual._fitted import OnFailure
-from ..dual._newton import CURVATURE_SLACK, Clock, NotConverged, Stats
+from ..dual._newton import CURVATURE_SLACK
 from ..dual._readout import outputs_at
+from ..dual._record import Clock, NotConverged, OnFailure, Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits

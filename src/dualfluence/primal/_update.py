@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import check_finite, check_queries
 from .._support.compile import filter_jit
 from .._support.trees import tree_norm
-from ..dual._newton import Stats
 from ..dual._readout import outputs_at
+from ..dual._record import Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..problem._edits import TrainingSet

@@ -2,6 +2,7 @@ from ._auto import Auto as Auto
 from ._auto import Choice as Choice
 from ._auto import resolve as resolve
 from ._base import AbstractDualSolver as AbstractDualSolver
+from ._base import LinearSystem as LinearSystem
 from ._base import Solution as Solution
 from ._cg import CG as CG
 from ._cg import conjugate_gradients as conjugate_gradients

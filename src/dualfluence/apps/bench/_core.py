@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from ... import datasets
-from ...dual._fitted import default_rtol
 from ...dual._newton import influence_step
+from ...dual._train import default_rtol
 from ...problem._edits import Remove, apply_edits
 from ...solvers import CG
 from ..compare._kit import WARM_UP_RTOL, Comparison, describe_machine, fully_connected, time_calls
