@@ -22,7 +22,6 @@ from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
 from ..problem._objective import Problem, State
 from ..solvers import (
     AbstractDualSolver,
-    AbstractPaperForm,
     AbstractPreconditioner,
     Auto,
     SpectralPreconditioner,
@@ -103,7 +102,7 @@ class Fitted(DualModel):
         *,
         steps: int = 1,
         until: float | None = None,
-        solver: AbstractDualSolver | Auto | AbstractPaperForm | None = None,
+        solver: AbstractDualSolver | Auto | None = None,
         rtol: float | None = None,
         mesh: Mesh | Sequence[Device] | None = None,
         on_failure: OnFailure = "raise",
@@ -119,7 +118,7 @@ class Fitted(DualModel):
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
         - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
-        - `solver`: `Auto`, `Cholesky`, `CG`, or one of the paper's forms (one step, removal only).
+        - `solver`: `Auto`, `Cholesky` or `CG`.
         - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
         - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
         - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
@@ -128,7 +127,7 @@ class Fitted(DualModel):
         """
         if not isinstance(steps, (int, np.integer)) or steps < 1:
             raise ValueError(f"edit: steps must be a whole number, at least 1, got {steps}.")
-        check_solver("edit", solver, (AbstractDualSolver, Auto, AbstractPaperForm))
+        check_solver("edit", solver, (AbstractDualSolver, Auto))
         check_fraction("edit: rtol", rtol)
         if until is not None and not until > 0:
             raise ValueError(f"edit: until must be a positive distance, got {until}.")
@@ -137,17 +136,9 @@ class Fitted(DualModel):
         base = (self if mesh is None else self.on(mesh))._extended(data, progress)
         problem = base.problem(data)
         tol = default_rtol(base.state.alpha.dtype) if rtol is None else rtol
-        if isinstance(solver, AbstractPaperForm):
-            if steps != 1 or until is not None:
-                raise ValueError("edit: the paper's forms take exactly one step.")
-            point, facts = solver.remove(base.kernel_op, base.problem(), problem, base.state)
-            point = inspect_jit(base.kernel_op, problem, point, base.kernel_diagonal)
-            facts["certificate"] = point.norms.certificate(base.ridge)
-            choice, reason = repr(solver), "asked for"
-        else:
-            picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
-            choice, reason = picked.solver.describe(base.kernel_op), picked.reason
-            point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
+        picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
+        choice, reason = picked.solver.describe(base.kernel_op), picked.reason
+        point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
         stats = make_stats(facts, clock.stop(point), choice, reason)
         check_outcome(stats, on_failure, "edit", facts["certificate"], problem.offset.dtype)
         return base._updated(data, point, facts["certificate"], stats)
