@@ -19,7 +19,7 @@ from ...dual._readout import outputs_at
 from ...kernels._linearized import Linearized, linearize
 from ...losses import SoftmaxCrossEntropy
 from ...problem._edits import Remove
-from ...solvers import PaperCG
+from ..paper import PaperCG, remove
 
 WARM_UP_RTOL = 0.9
 """Compiles an iterative method without running its iterations."""
@@ -106,7 +106,7 @@ class Comparison:
         return update.params(), update
 
     def paper(self, gone: np.ndarray, rtol: float = 1e-8) -> tuple[PyTree, Any]:
-        update = self.fitted.edit(Remove(gone), solver=PaperCG(rtol=rtol), on_failure="report")
+        update = remove(self.fitted, Remove(gone), form=PaperCG(rtol=rtol), on_failure="report")
         return update.params(), update
 
     def parameter_space(self, gone: np.ndarray, rtol: float = 1e-8) -> tuple[PyTree, Any]:

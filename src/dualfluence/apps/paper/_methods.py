@@ -7,18 +7,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from ... import primal
-from ...dual._fitted import Fitted
+from ...dual._fitted import Fitted, Update
 from ...metrics import tree_norm
-from ...operators import AbstractKernelOperator, DenseOperator
 from ...problem._edits import Remove
-from ...problem._objective import Problem, State
-from ...solvers import AbstractPaperForm, PaperCG
-from ...solvers import _paper as paper
+from ._forms import AbstractPaperForm, PaperCG
 from ._released import released_dual, released_parameter_space
+from ._remove import remove
 
 PARAMETER = "parameter space"
 PAPER = "paper's dual form"
@@ -51,48 +49,15 @@ class Settings(NamedTuple):
     until: float
 
 
-class ShardedPaperCG(AbstractPaperForm):
-    """`PaperCG` with the rows of `K_rr` on a mesh of all devices, as the paper's second version."""
-
-    form: PaperCG
-    mesh: Mesh
-
-    def remove(
-        self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
-    ) -> tuple[State, dict[str, Any]]:
-        keep, gone = paper._split(before, after)
-        block = paper._slice(op, keep)
-        if isinstance(block, DenseOperator):
-            block = replace(block, matrix=place_rows(block.matrix, self.mesh))
-        kept = jnp.asarray(keep)
-        rhs = paper._reduced_rhs(op, before, after, state, kept, jnp.asarray(gone))
-        mass = jnp.asarray(paper._retained_mass(before, keep), rhs.dtype)
-        rtol, steps = jnp.asarray(self.form.rtol, rhs.dtype), self.form.max_steps
-        result = paper._reduced_cg(block, after, state, kept, mass, rhs, rtol, steps)
-        iterations, residual = int(result.iterations), float(result.residual)
-        # Back to one device, or the whole of K would follow the solution onto the mesh.
-        value = jax.device_put(result.x, jax.devices()[0])
-        return paper._finish(op, state, value, keep, gone, iterations, True, residual)
-
-
 def device_mesh() -> Mesh:
     """All devices in one row."""
     return Mesh(np.asarray(jax.devices()), ("rows",))
-
-
-def place_rows(matrix: jax.Array, mesh: Mesh) -> jax.Array:
-    """Rows spread over the mesh; over as many of its devices as divide them evenly."""
-    devices = mesh.devices.reshape(-1)
-    count = max(k for k in range(1, len(devices) + 1) if matrix.shape[0] % k == 0)
-    part = Mesh(devices[:count], mesh.axis_names)
-    return jax.device_put(matrix, NamedSharding(part, PartitionSpec(mesh.axis_names[0], None)))
 
 
 def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> dict[str, Method]:
     """The five methods for a trained model: `base` in data space, `params` in parameter space."""
     form = PaperCG(max_steps=settings.cg_steps, rtol=settings.cg_rtol)
     linearised = base.reference is None or base.reference.linearised
-    mesh = device_mesh()
     until = settings.until * tree_norm(params)
 
     def in_parameters(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
@@ -113,8 +78,8 @@ def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> di
 
     return {
         PARAMETER: in_parameters,
-        PAPER: in_data_space(base, solver=form),
-        SHARDED: in_data_space(base, solver=ShardedPaperCG(form, mesh)),
+        PAPER: in_paper_form(base, form),
+        SHARDED: in_paper_form(base, replace(form, mesh=device_mesh())),
         ONE_STEP: in_data_space(base),
         ITERATED: in_data_space(base, until=until),
     }
@@ -125,10 +90,19 @@ def in_data_space(base: Fitted, **options: Any) -> Method:
 
     def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
         update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
-        bound = {"bound": update.certificate.distance_bound}
-        return update.params(), facts(update.stats) | bound
+        return _read_out(update)
 
     return method
+
+
+def in_paper_form(base: Fitted, form: AbstractPaperForm) -> Method:
+    """A removal by one of the paper's systems, parameters included."""
+    return lambda gone: _read_out(remove(base, Remove(gone), form=form, on_failure="report"))
+
+
+def _read_out(update: Update) -> tuple[PyTree, dict[str, Any]]:
+    bound = {"bound": update.certificate.distance_bound}
+    return update.params(), facts(update.stats) | bound
 
 
 def make_held(base: Fitted) -> dict[str, Method]:
