@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ...dual._fitted import Fitted, OnFailure, Update
-from ...dual._newton import Clock, NotConverged, Stats, inspect_jit, op_mv
+from ...dual._fitted import Fitted, Update
+from ...dual._newton import inspect_jit, op_mv
+from ...dual._record import Clock, NotConverged, OnFailure, Stats
 from ...problem._certificate import Certificate
 from ...problem._edits import AbstractEdit, apply_edits
 from ...problem._objective import State
