@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import truth
 from checker import Checker, Record
-from random_problems import CHUNK, LOSS_OBJECTS, SPARE, Case, Data, Family, _stored_factor
+from random_problems import (
+    CHUNK,
+    LOSS_OBJECTS,
+    SOLVER_OBJECTS,
+    SPARE,
+    Case,
+    Data,
+    Family,
+    stored_factor,
+)
 
 import dualfluence as dfl
 
@@ -44,7 +53,7 @@ def make_fit(index: int) -> Case:
     f0 = np.asarray(model.base_outputs(jnp.asarray(x)))
     one_hot = np.eye(c, dtype=truth.LD)[labels]
     flat = K.reshape(K.shape[0] * c, -1)
-    phi = _stored_factor(((flat + flat.T) / 2).reshape(K.shape))
+    phi = stored_factor(((flat + flat.T) / 2).reshape(K.shape))
     data = Data(phi, f0.astype(truth.LD), one_hot, np.ones(n + SPARE, truth.LD))
     head, tail = (
         Data(*(a[rows] for a in vars(data).values())) for rows in (slice(n), slice(n, None))
@@ -76,6 +85,7 @@ class FitChecker(Checker):
                 case.y,
                 loss=LOSS_OBJECTS[case.family.loss],
                 ridge=case.ridge,
+                solver=SOLVER_OBJECTS[case.family.solver],
                 progress=False,
             ),
             case.data,

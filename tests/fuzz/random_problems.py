@@ -43,7 +43,10 @@ SIZES = (
 """Points, outputs, features."""
 
 SPARE = 2
-"""Points that edits may add; queries as well."""
+"""Query points; edits take new points from them."""
+
+ADDED = 1
+"""Points that the edits of one problem may add: each number of rows is another compilation."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,8 @@ def _model(rng: np.random.Generator, fam: Family, style: str) -> tuple:
         if style == "stored":
             phi = _features(rng, "normal", total, c, 2 * total * c).astype(dtype)
         K = np.einsum("iap,jbp->iajb", phi, phi)
-        exact = phi.astype(truth.LD) if style != "stored" else _stored_factor(K)
+        K = (K + K.transpose(2, 3, 0, 1)) / 2  # exact where K was symmetric
+        exact = phi.astype(truth.LD) if style != "stored" else stored_factor(K)
         pool = dfl.PrecomputedKernel(jnp.asarray(K))
         return pool, np.arange(n), np.arange(n, total), exact, zero.astype(truth.LD)
     f0, theta = zero, np.zeros(p, dtype)
@@ -219,7 +223,7 @@ def _kronecker(rng: np.random.Generator, fam: Family, style: str) -> tuple:
     return pool, np.arange(n), np.arange(n, total), exact.reshape(total, c, -1), zero
 
 
-def _stored_factor(K: np.ndarray) -> np.ndarray:
+def stored_factor(K: np.ndarray) -> np.ndarray:
     """`Φ` with `ΦΦᵀ = K` for the numbers that `K` holds."""
     n, c = K.shape[:2]
     return truth.cholesky(K.reshape(n * c, -1).astype(truth.LD)).reshape(n, c, -1)
@@ -330,7 +334,7 @@ class Editor:
     def _one(self, data: Data) -> tuple[Any, Data, str] | None:
         rng, fam = self.rng, self.case.family
         names = ["Remove", "Remove", "Relabel", "Reweight", "Replace"]
-        if self.used < SPARE:
+        if self.used < ADDED:
             names += ["Add"]
         name = str(rng.choice(names))
         present = np.flatnonzero(data.samples > 0)
@@ -348,7 +352,7 @@ class Editor:
             return dfl.Reweight(where, weights), self._weighted(data, where, weights), name
         if name == "Add":
             return self._add(data)
-        if name == "Replace" and self.used < SPARE and rng.uniform() < 0.5:
+        if name == "Replace" and self.used < ADDED and rng.uniform() < 0.5:
             return self._move(data, where[:1])
         given, y = draw_targets(rng, fam, data.phi[where], size)
         targets = data.y.copy()

@@ -1,9 +1,11 @@
-"""Many random problems on many cores: `python tests/fuzz/run.py --problems 5000 --workers 14 --out record.json`.
+"""Many random problems on many cores.
+
+`python tests/fuzz/run.py --problems 5000 --workers 14 --out record.json`
 
 Each worker takes chunks of problems that share their compiled programs. The record is written every
-half minute, and a run that finds one goes on where it stopped. A problem beyond `--limit` seconds is killed
-and recorded as a hang; a worker that dies is recorded as a death of its problem. Ends with status 1 if anything
-was found.
+half minute, and a run that finds one goes on where it stopped. A problem beyond `--limit` seconds is
+killed and recorded as a hang; a worker that dies is recorded as a death of its problem. Ends with status 1
+if anything was found.
 """
 
 import argparse

@@ -2,16 +2,11 @@
 retraining in 80-bit arithmetic. `checker` says what is checked, and how well-posed is decided."""
 
 import json
-import pathlib
-import sys
-
-import numpy as np
-import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import checker
 import networks
+import numpy as np
+import pytest
 import random_problems
 import run
 import truth
@@ -49,9 +44,11 @@ def test_fits_of_ordinary_networks_are_never_refused(chunk):
 
 
 def test_bounds_a_hundred_times_too_small_are_caught():
-    records = [checker.check_problem(i, bound_factor=0.01) for i in range(random_problems.CHUNK)]
+    first = 5 * random_problems.CHUNK  # softmax, where one step is not yet the optimum
+    problems = range(first, first + random_problems.CHUNK)
+    records = [checker.check_problem(i, bound_factor=0.01) for i in problems]
     found = [f["kind"] for r in records for f in r.findings]
-    assert found.count("below-truth") >= len(records) // 4
+    assert found.count("below-truth") >= len(records)
 
 
 def test_every_kernel_loss_solver_and_dtype_meets_every_other():

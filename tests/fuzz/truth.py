@@ -41,7 +41,7 @@ class Objective:
 class Truth:
     """The optimum `delta` with `‖delta − δ*‖ ≤ error`, and the sizes that say how hard it is.
 
-    - `outputs_size`: first-order size of what one unit of rounding does to `δ`, see `rounding_unit`.
+    - `unit`: first-order size of what one unit of rounding does to `δ`, see `rounding_unit`.
     - `largest`: the largest number that the dual iteration must represent at the optimum.
     - `uncancelled`: `√Σ K_ii α_i²`, what `‖δ‖` would be if no two points pulled against each other.
     """
@@ -287,10 +287,11 @@ def _retrain(s: _System, o: Objective, starts) -> Truth:
     finite = [i for i, v in enumerate(values) if np.isfinite(v)]
     delta = candidates[min(finite, key=lambda i: values[i])]
     G = s.grad(delta)
-    best, best_norm, failures, step = delta, np.sqrt(G @ G), 0, 0
-    for step in range(MAX_STEPS):
+    best, best_norm, failures, steps = delta, np.sqrt(G @ G), 0, 0
+    while steps < MAX_STEPS:
         if best_norm <= s.grad_error(best) / 4 or failures == 3:
             break
+        steps += 1
         delta = _step(s, delta, G)
         G = s.grad(delta)
         norm = np.sqrt(G @ G)
@@ -309,7 +310,7 @@ def _retrain(s: _System, o: Objective, starts) -> Truth:
         unit=float(unit),
         largest=float(largest),
         uncancelled=float(reach),
-        steps=step,
+        steps=steps,
     )
 
 
