@@ -108,6 +108,7 @@ class Checker:
                 num_outputs=None if case.family.is_network else case.family.c,
                 solver=solver,
                 form=form,
+                refine=case.family.refine,
                 progress=False,
             )
 
@@ -127,8 +128,6 @@ class Checker:
         if base is None:
             return
         edit, data, name = editor.draw(data)
-        if self.case.rng.uniform() < 0.3:
-            return
         self._call(
             f"{mode}, commit, edit {name}",
             lambda: base.commit().edit(edit, solver=solver, progress=False),
