@@ -23,6 +23,7 @@ import truth
 from random_problems import LOSS_OBJECTS, SOLVER_OBJECTS, Case, Data, Editor, make_case
 
 import dualfluence as dfl
+from dualfluence.apps import paper
 
 MARGIN = 16.0
 RELATIVE = 1e-2
@@ -33,7 +34,7 @@ RANGE = {"float64": 1e150, "float32": 1e18}
 READOUT = 1e4
 """Read-outs may be off by this many units of rounding of the sums that they are."""
 
-PAPER_FORMS = (dfl.solvers.PaperDirect(), dfl.solvers.PaperCG(), dfl.solvers.PaperFull())
+PAPER_FORMS = (paper.PaperDirect(), paper.PaperCG(), paper.PaperFull())
 REFUSALS = (dfl.NotConverged, FloatingPointError, ValueError)
 
 
@@ -147,7 +148,7 @@ class Checker:
         samples[0] = 0
         self._call(
             f"edit Remove paper {type(form).__name__}",
-            lambda: fitted.edit(dfl.Remove([0]), solver=form, progress=False),
+            lambda: paper.remove(fitted, dfl.Remove([0]), form=form),
             replace(case.data, samples=samples),
             posed,
             fresh=False,

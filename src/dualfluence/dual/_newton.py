@@ -22,8 +22,12 @@ from ..solvers import AbstractDualSolver, AbstractPreconditioner, LinearSystem, 
 ARMIJO = 1e-4
 """Share of the predicted decrease that a step must bring. Doubled, nothing changes that matters."""
 
-MAX_HALVINGS = 40
-"""Halvings of one step, down to 1e-12 of it. Beyond that the step is noise."""
+NEAR_MINIMUM = 0.5
+"""A shortened step ends where the slope is at most this share of what it was. Halved, each search takes
+about one look more."""
+
+MAX_TRIALS = 40
+"""Looks along one step, down to 1e-12 of it. Beyond that the step is noise."""
 
 VALUE_SLACK = 8.0
 """How many estimates of rounding two values of the objective may differ by and still count as equal.
@@ -173,12 +177,23 @@ def _moved(state: State, step: Solution, t: Array, root: Float[Array, "n c"]) ->
     return state.moved(t * step.value, t * step.k_value, t * reach(root, step.reach))
 
 
-def _line_search(problem: Problem, point: Point, step: Solution) -> tuple[Float[Array, ""], Array]:
-    """Halve the step until it lowers `L_w`: only `(n, c)` work, no product with `K`.
+class _Trial(NamedTuple):
+    """A step size on trial between `low`, downhill, and `high`, uphill."""
 
-    Where the decrease is below the rounding of `L_w` its values say nothing. The slope
-    `ρ(t)ᵀKΔα` still does, to full relative accuracy: a step that has not gone past the minimum by
-    as much as it came from before it is taken.
+    t: Array
+    low: Array
+    high: Array
+    rounds: Array
+    taken: Array
+
+
+def _line_search(problem: Problem, point: Point, step: Solution) -> tuple[Float[Array, ""], Array]:
+    """The whole step if it lowers `L_w` enough, else one near the minimum along it, by bisection.
+
+    Only `(n, c)` work, no product with `K`: `L_w` along the step is a convex function whose slope is
+    `ρ(t)ᵀKΔα`. Where the decrease is below the rounding of `L_w` its values say nothing. The slope
+    still does, to full relative accuracy: a step that has not gone past the minimum by as much as it
+    came from before it is taken.
 
     Returns the step size, and whether the predicted decrease was below rounding.
     """
@@ -186,21 +201,24 @@ def _line_search(problem: Problem, point: Point, step: Solution) -> tuple[Float[
     start, slope = problem.value(point.state), jnp.sum(point.rho * k_delta)
     noise = VALUE_SLACK * problem.value_noise(point.state)
 
-    def unsatisfied(carry: tuple[Array, Array]) -> Array:
-        t, halvings = carry
-        trial = point.state.moved(t * delta, t * k_delta)
-        value = problem.value(trial)
+    def look(trial: _Trial) -> _Trial:
+        t = trial.t
+        there = point.state.moved(t * delta, t * k_delta)
+        value, slope_t = problem.value(there), jnp.sum(problem.residual(there) * k_delta)
         lower = value <= start + ARMIJO * t * slope
         unclear = jnp.abs(value - start) <= noise
-        slope_t = jnp.sum(problem.residual(trial) * k_delta)
         enough = lower | (unclear & (slope_t <= -(1 - 2 * ARMIJO) * slope))
-        return ~enough & (halvings < MAX_HALVINGS)
+        # A shortened step should come near the minimum along the line, not just below the start.
+        near = (trial.rounds == 0) | (jnp.abs(slope_t) <= -NEAR_MINIMUM * slope)
+        past = ~(slope_t <= 0)
+        low, high = jnp.where(past, trial.low, t), jnp.where(past, t, trial.high)
+        taken = enough & near
+        return _Trial(jnp.where(taken, t, (low + high) / 2), low, high, trial.rounds + 1, taken)
 
-    def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        return carry[0] / 2, carry[1] + 1
-
-    whole = (jnp.ones((), delta.dtype), jnp.asarray(0))
-    return jax.lax.while_loop(unsatisfied, halve, whole)[0], -slope <= noise
+    one = jnp.ones((), delta.dtype)
+    begin = _Trial(one, 0 * one, one, jnp.asarray(0), jnp.asarray(False))
+    end = jax.lax.while_loop(lambda at: ~at.taken & (at.rounds < MAX_TRIALS), look, begin)
+    return jnp.where(end.taken, end.t, end.low), -slope <= noise
 
 
 def check_report(report: StepReport, dtype: Any, what: str) -> None:
