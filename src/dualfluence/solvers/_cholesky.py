@@ -109,8 +109,7 @@ def _kronecker_diagonal(op: KroneckerOperator, factor: DiagonalFactor, ridge: Ar
     def solve_b(v: Array) -> Array:
         if scales.shape[0] == 1:
             return jax.scipy.linalg.cho_solve((chols[0], True), v)
-        columns = jax.vmap(lambda chol, u: jax.scipy.linalg.cho_solve((chol, True), u))
-        return columns(chols, v.T).T
+        return _solve_each(chols, v.T).T
 
     return _symmetric_form(solve_b, factor, ridge)
 
@@ -132,8 +131,7 @@ def _kronecker_softmax(op: KroneckerOperator, factor: SoftmaxFactor, ridge: Arra
     chols = jax.lax.map(cholesky, roots)
 
     def times_e(v: Array) -> Array:
-        columns = jax.vmap(lambda chol, u: jax.scipy.linalg.cho_solve((chol, True), u))
-        return ridge * (roots * columns(chols, roots * v.T)).T
+        return ridge * (roots * _solve_each(chols, roots * v.T)).T
 
     def add_e(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
         chol, root = pair
@@ -153,6 +151,17 @@ def _kronecker_softmax(op: KroneckerOperator, factor: SoftmaxFactor, ridge: Arra
         return (b - e + correction) / ridge
 
     return inverse
+
+
+def _solve_each(chols: Float[Array, "k n n"], columns: Float[Array, "k n"]) -> Float[Array, "k n"]:
+    """`A_a⁻¹ u_a` for every output, one factor at a time.
+
+    A batched solve holds all factors once more in its own layout, and on a GPU once more for every
+    solve in the program.
+    """
+    return jax.lax.map(
+        lambda pair: jax.scipy.linalg.cho_solve((pair[0], True), pair[1]), (chols, columns)
+    )
 
 
 def _low_rank(op: LowRankOperator, factor: AbstractFactor, ridge: Array) -> Inverse:
