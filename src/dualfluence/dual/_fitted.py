@@ -16,7 +16,7 @@ from ..losses import AbstractLoss
 from ..models._sharded import ShardedSource, spread
 from ..models._sources import AbstractSource, JacobianSource, NetworkSource, make_jacobian
 from ..operators import AbstractKernelOperator
-from ..operators._layout import Device, Layout, as_mesh, on_mesh
+from ..operators._layout import Device, Layout, as_mesh, on_mesh, rows_for
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
 from ..problem._objective import Problem, State
@@ -82,7 +82,8 @@ class Fitted(DualModel):
 
     @property
     def layout(self) -> Layout:
-        return self.kernel_op.layout
+        """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
+        return self.kernel_op.layout.holding(self.data.num_points)
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
@@ -145,7 +146,7 @@ class Fitted(DualModel):
             facts["certificate"] = point.norms.certificate(base.ridge)
             choice, reason = repr(solver), "asked for"
         else:
-            picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
+            picked = resolve(solver or AUTO, base.kernel_op, base._weights_of_rows(data))
             choice, reason = picked.solver.describe(base.kernel_op), picked.reason
             point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
         stats = make_stats(facts, clock.stop(point), choice, reason)
@@ -169,7 +170,7 @@ class Fitted(DualModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
-        picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
+        picked = resolve(solver or AUTO, base.kernel_op, base._weights_of_rows(data))
         shape = (base.data.num_points, base.num_outputs)
         zero = base.layout.place(np.zeros(shape, base.offset.dtype))
         problem = base.problem(data)
@@ -207,6 +208,7 @@ class Fitted(DualModel):
                 "mesh=... to use others."
             )
         mesh = as_mesh(mesh)
+        self = self.without_spare_rows()
         layout = on_mesh(self.data.num_points, mesh)
         op, pre = spread(self.kernel_op, layout), self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -303,21 +305,32 @@ class Fitted(DualModel):
         return point, facts
 
     def _extended(self, data: TrainingSet, progress: bool | ProgressFn) -> "Fitted":
-        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit."""
-        added = data.num_points - self.data.num_points
-        if added == 0:
+        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit.
+
+        New points go into spare rows; where there are none, the kernel grows by more than it needs.
+        A mesh gets a border instead.
+        """
+        old, new = self.data.num_points, data.num_points
+        if old == new:
             return self
-        x_new = data.x[-added:]
-        op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
-        layout = op.layout
+        x, targets = np.asarray(data.x), np.asarray(data.targets)
+        x_new = jnp.asarray(x[old:])
+        on_mesh = self.layout.sharding is not None
+        rows = new if on_mesh else rows_for(new, self.kernel_op.num_points)
+        spare = np.repeat(x[-1:], rows - new, axis=0)
+        op = self.source.extend(
+            self.kernel_op, jnp.asarray(np.concatenate([x, spare])), old, new, progress
+        )
+        layout = op.layout.holding(new)
         alpha = layout.grow(self.state.alpha, op.num_points)
         state = State(alpha, op_mv(op, alpha))
-        offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
-        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
+        k_alpha = jnp.asarray(np.asarray(layout.points(state.k_alpha))[old:])
+        offset_new = self._offset_at(x_new, k_alpha)
+        offset = np.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
-            jnp.concatenate([self.data.targets, data.targets[-added:]]),
-            np.pad(self.data.sample_weights, (0, added)),
+            jnp.asarray(np.concatenate([self.data.targets, targets[old:]])),
+            np.pad(self.data.sample_weights, (0, new - old)),
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -329,6 +342,26 @@ class Fitted(DualModel):
             state=state,
             offset=layout.place(offset, "last"),
             kernel_diagonal=op_diagonal(op),
+            preconditioner=pre,
+        )
+
+    def _weights_of_rows(self, data: TrainingSet) -> np.ndarray:
+        """Sample weights by row: none for spare rows."""
+        return self.layout.expand(data.sample_weights, "zero")
+
+    def without_spare_rows(self) -> "Fitted":
+        """The same model with exactly one row per training point, as a fit from scratch has."""
+        n, layout, pre = self.data.num_points, self.layout, self.preconditioner
+        if layout.sharding is not None or layout.num_rows == n:
+            return self
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(layout.points(pre.features))
+        return replace(
+            self,
+            kernel_op=self.kernel_op.cut(n),
+            state=State(layout.points(self.state.alpha), layout.points(self.state.k_alpha)),
+            offset=layout.points(self.offset),
+            kernel_diagonal=layout.points(self.kernel_diagonal),
             preconditioner=pre,
         )
 
@@ -369,7 +402,7 @@ class Update(DualModel):
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = check_queries(xq, self.x)
         if linearised:
-            change = self.source.cross_mv(xq, self.x, self.delta_alpha)
+            change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
             return change
         return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
@@ -438,7 +471,7 @@ def make_problem(
 ) -> Problem:
     """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
     weights: Any = data.weights.astype(offset.dtype)
-    if layout.sharding is None:
+    if layout.sharding is None and layout.num_rows == data.num_points:
         # As they are: a compiled function takes arrays of the host faster than device_put does.
         scalar: Any = np.asarray(ridge, offset.dtype)
         return Problem(loss, data.targets, weights, scalar, offset)

@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array
 
 from .._support.compile import jit
-from .._support.progress import ProgressFn
 from .._support.memory import TILE_BYTES
+from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
 from ._branches import Serial, Sum
 from ._inputs import as_points, check_finite, check_match, input_spec

@@ -62,6 +62,9 @@ class MixedOperator(AbstractWrapper):
     def dense(self) -> Float[Array, "nc nc"]:
         return self.op.dense().astype(self.dtype)
 
+    def cut(self, num_points: int) -> "MixedOperator":
+        return MixedOperator(self.op.cut(num_points))
+
 
 def _wide_product(matrix: Float[Array, "rows cols"], v: Float[Array, "cols k"]) -> Array:
     rows, cols = matrix.shape

@@ -213,8 +213,9 @@ def _appended(
     check_finite(f"{name} x", x)
     new_x = as_dtype(f"{name} x", x, data.x.dtype)
     new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)
+    # On the host: on the device every number of points would be a program of its own.
     return TrainingSet(
-        jnp.concatenate([data.x, new_x]),
-        jnp.concatenate([data.targets, new_targets]),
+        jnp.asarray(np.concatenate([data.x, new_x])),
+        jnp.asarray(np.concatenate([data.targets, new_targets])),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )
