@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import cases
 import dualfluence as dfl
 from dualfluence.dual import _newton
 from dualfluence.operators._layout import MAX_SPARE, MIN_SPARE, rows_for
@@ -94,9 +93,13 @@ def test_a_stream_of_additions_is_a_fit_of_all_points(form, tmp_path):
             np.testing.assert_allclose(one, other, atol=10 * slack)
 
 
-@pytest.mark.parametrize("form", ["dense", "kronecker", "matrix-free", "low rank", "stored"])
+FIRST_SIZES = {"dense": 23, "kronecker": 33, "matrix-free": 43, "low rank": 53, "stored": 63}
+"""Another size for each, so that none finds what another one has compiled."""
+
+
+@pytest.mark.parametrize("form", FIRST_SIZES)
 def test_a_stream_of_additions_compiles_a_few_times(form, tmp_path, caplog):
-    n, added = 23, 40
+    n, added = FIRST_SIZES[form], 8
     x, y = data(n + added, seed=1)
     source, options = FORMS[form](x[:n], tmp_path)
     fitted = dfl.fit(source, x[:n], y[:n], **{**LOSS, **options})
@@ -109,11 +112,10 @@ def test_a_stream_of_additions_compiles_a_few_times(form, tmp_path, caplog):
     fitted = add(n)  # grows
     fitted = add(n + 1)  # finds room
     traces = _newton.COUNTERS["traces"]
-    room = fitted.kernel_op.num_points - fitted.data.num_points
+    assert fitted.kernel_op.num_points - fitted.data.num_points >= MIN_SPARE - 1
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
-        for i in range(n + 2, n + 2 + room):
+        for i in range(n + 2, n + added):
             fitted = add(i)
-    assert room >= MIN_SPARE - 2
     assert _newton.COUNTERS["traces"] == traces
     compiled = [r.getMessage() for r in caplog.records if "Compiling" in r.getMessage()]
     assert compiled == []
@@ -147,5 +149,3 @@ def test_models_with_spare_rows_save_and_read_out_like_others(tmp_path):
     np.testing.assert_allclose(held.params()["outer"], updates[0].params()["outer"], atol=1e-11)
     moved = fitted.on(jax.devices()[:1]).edit(gone, rtol=1e-13)
     np.testing.assert_allclose(moved.delta_alpha, updates[0].delta_alpha, atol=1e-9)
-    paper = fitted.edit(gone, solver=dfl.solvers.PaperDirect(), on_failure="report")
-    assert cases.relative(paper.delta_alpha, updates[0].delta_alpha) < 1e-6

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .compile import jit
 from .progress import ProgressFn, Ticker
 
 
@@ -21,7 +22,7 @@ def pad_rows(x: Any, start: int, size: int) -> Array:
     return jnp.concatenate([jnp.asarray(rows), jnp.repeat(jnp.asarray(rows[-1:]), missing, axis=0)])
 
 
-@partial(jax.jit, donate_argnums=0, static_argnames="mirrored")
+@partial(jit, donate_argnums=0, static_argnames="mirrored")
 def _put(result: Array, tile: Array, row: Array, col: Array, mirrored: bool) -> Array:
     """`tile` written into `result` in place, and its transpose across the diagonal."""
     half = result.ndim // 2

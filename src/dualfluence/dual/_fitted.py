@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -314,22 +315,22 @@ class Fitted(DualModel):
         if old == new:
             return self
         x, targets = np.asarray(data.x), np.asarray(data.targets)
-        x_new = jnp.asarray(x[old:])
+        x_new = jax.device_put(x[old:])
         on_mesh = self.layout.sharding is not None
         rows = new if on_mesh else rows_for(new, self.kernel_op.num_points)
         spare = np.repeat(x[-1:], rows - new, axis=0)
         op = self.source.extend(
-            self.kernel_op, jnp.asarray(np.concatenate([x, spare])), old, new, progress
+            self.kernel_op, jax.device_put(np.concatenate([x, spare])), old, new, progress
         )
         layout = op.layout.holding(new)
         alpha = layout.grow(self.state.alpha, op.num_points)
         state = State(alpha, op_mv(op, alpha))
-        k_alpha = jnp.asarray(np.asarray(layout.points(state.k_alpha))[old:])
+        k_alpha = jax.device_put(np.asarray(layout.points(state.k_alpha))[old:])
         offset_new = self._offset_at(x_new, k_alpha)
         offset = np.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
-            jnp.asarray(np.concatenate([self.data.targets, targets[old:]])),
+            jax.device_put(np.concatenate([self.data.targets, targets[old:]])),
             np.pad(self.data.sample_weights, (0, new - old)),
         )
         pre = self.preconditioner

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._support.checks import check_range
-from .._support.compile import filter_jit
+from .._support.compile import filter_jit, jit
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import (
@@ -228,6 +228,9 @@ class PrecomputedKernel(eqx.Module):
             if not jnp.issubdtype(index.dtype, jnp.integer) or index.ndim != 1:
                 raise TypeError("kernel: with a precomputed matrix, x are integer positions in it.")
             check_range("kernel", np.asarray(index), self.matrix.shape[0])
+        every = np.arange(self.matrix.shape[0])
+        if np.array_equal(rows, every) and np.array_equal(cols, every):
+            return self.matrix  # as it is: a copy would be a second K
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
 
@@ -265,7 +268,7 @@ def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelO
     )
 
 
-@partial(jax.jit, donate_argnums=0)
+@partial(jit, donate_argnums=0)
 def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
     """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
     return block.reshape(block.shape[0] * block.shape[1], -1)
@@ -273,7 +276,7 @@ def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]
 
 def take_rows(x: Array, start: int, stop: int) -> Array:
     """`x[start:stop]`, cut on the host: on the device every place would be a program of its own."""
-    return jnp.asarray(np.asarray(x)[start:stop])
+    return jax.device_put(np.asarray(x)[start:stop])
 
 
 def with_columns(

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import jit
+from .._support.memory import panel_rows
 from ._base import HIGHEST, AbstractKernelOperator
 
 
@@ -121,7 +122,18 @@ def _write(
 
 
 def take_block(op: DenseOperator | KroneckerOperator, rows: Any) -> AbstractKernelOperator:
-    """`K` between the points at `rows`, a copy."""
+    """`K` between the points at `rows`, a copy; besides it only a panel of rows is held."""
     if isinstance(op, DenseOperator):
         rows = (rows[:, None] * op.c + np.arange(op.c, dtype=np.int32)).reshape(-1)
-    return replace(op, matrix=op.matrix[jnp.ix_(rows, rows)])
+    K, rows = op.matrix, jnp.asarray(rows)
+    size = rows.shape[0]
+    panel = panel_rows(size, K.shape[1] * K.dtype.itemsize)
+
+    def copy(i: Array, block: Array) -> Array:
+        # The last panel starts early instead of being short: some rows are written twice.
+        start = jnp.minimum(i * panel, size - panel)
+        part = K[jax.lax.dynamic_slice_in_dim(rows, start, panel)][:, rows]
+        return jax.lax.dynamic_update_slice_in_dim(block, part, start, axis=0)
+
+    block = jax.lax.fori_loop(0, -(-size // panel), copy, jnp.zeros((size, size), K.dtype))
+    return replace(op, matrix=block)

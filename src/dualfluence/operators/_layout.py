@@ -85,7 +85,7 @@ class Layout:
             return jnp.asarray(values)
         host = self.expand(np.asarray(values), padding)
         if self.sharding is None:
-            return jnp.asarray(host)
+            return jax.device_put(host)
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
         return jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
 
@@ -102,8 +102,9 @@ class Layout:
             return _gather_points(self)(rows)
         if rows.shape[0] == self.num_points:
             return rows
-        # On the host: a slice on the device would compile anew for every number of points.
-        return jnp.asarray(np.asarray(rows)[: self.num_points])
+        # On the host: a slice on the device, and `jnp.asarray` too, would compile anew for every
+        # number of points.
+        return jax.device_put(np.asarray(rows)[: self.num_points])
 
     def grow(self, rows: Array, num_rows: int) -> Array:
         """Zero rows appended, up to `num_rows`; `self` is the layout after."""

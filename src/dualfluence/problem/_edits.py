@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -215,7 +216,7 @@ def _appended(
     new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)
     # On the host: on the device every number of points would be a program of its own.
     return TrainingSet(
-        jnp.asarray(np.concatenate([data.x, new_x])),
-        jnp.asarray(np.concatenate([data.targets, new_targets])),
+        jax.device_put(np.concatenate([data.x, new_x])),
+        jax.device_put(np.concatenate([data.targets, new_targets])),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )
