@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -16,7 +17,7 @@ from ..losses import AbstractLoss
 from ..models._sharded import ShardedSource, spread
 from ..models._sources import AbstractSource, JacobianSource, NetworkSource, make_jacobian
 from ..operators import AbstractKernelOperator
-from ..operators._layout import Device, Layout, as_mesh, on_mesh
+from ..operators._layout import Device, Layout, as_mesh, on_mesh, rows_for
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
 from ..problem._objective import Problem, State, make_problem
@@ -100,7 +101,8 @@ class Fitted(DualModel):
         preconditioner: AbstractPreconditioner,
     ) -> "Fitted":
         """The model at `α = 0`, where `fit` starts."""
-        zero = kernel_op.layout.place(np.zeros(offset.shape, offset.dtype))
+        shape = (data.num_points, offset.shape[1])
+        zero = kernel_op.layout.place(np.zeros(shape, offset.dtype))
         return cls(
             source=source,
             data=data,
@@ -118,7 +120,8 @@ class Fitted(DualModel):
 
     @property
     def layout(self) -> Layout:
-        return self.kernel_op.layout
+        """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
+        return self.kernel_op.layout.holding(self.data.num_points)
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
@@ -209,6 +212,7 @@ class Fitted(DualModel):
                 "mesh=... to use others."
             )
         mesh = as_mesh(mesh)
+        self = self.without_spare_rows()
         layout = on_mesh(self.data.num_points, mesh)
         op, pre = spread(self.kernel_op, layout), self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -247,7 +251,8 @@ class Fitted(DualModel):
 
     def _zero(self) -> State:
         """`α = 0`."""
-        zero = self.layout.place(np.zeros(self.offset.shape, self.offset.dtype))
+        shape = (self.data.num_points, self.num_outputs)
+        zero = self.layout.place(np.zeros(shape, self.offset.dtype))
         return State(zero, zero)
 
     def run(
@@ -261,7 +266,7 @@ class Fitted(DualModel):
         """Newton steps on `data` from `start`: what `fit`, `edit` and `retrain` have in common."""
         s, dtype, problem = settings, self.offset.dtype, self.problem(data)
         rtol = default_rtol(dtype) if s.rtol is None else s.rtol
-        picked = resolve(s.solver, self.kernel_op, data.sample_weights)
+        picked = resolve(s.solver, self.kernel_op, self._weights_of_rows(data))
         machine = Machine(
             self.kernel_op,
             self.kernel_diagonal,
@@ -296,21 +301,32 @@ class Fitted(DualModel):
         )
 
     def _extended(self, data: TrainingSet, progress: bool | ProgressFn) -> "Fitted":
-        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit."""
-        added = data.num_points - self.data.num_points
-        if added == 0:
+        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit.
+
+        New points go into spare rows; where there are none, the kernel grows by more than it needs.
+        A mesh gets a border instead.
+        """
+        old, new = self.data.num_points, data.num_points
+        if old == new:
             return self
-        x_new = data.x[-added:]
-        op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
-        layout = op.layout
+        x, targets = np.asarray(data.x), np.asarray(data.targets)
+        x_new = jax.device_put(x[old:])
+        on_mesh = self.layout.sharding is not None
+        rows = new if on_mesh else rows_for(new, self.kernel_op.num_points)
+        spare = np.repeat(x[-1:], rows - new, axis=0)
+        op = self.source.extend(
+            self.kernel_op, jax.device_put(np.concatenate([x, spare])), old, new, progress
+        )
+        layout = op.layout.holding(new)
         alpha = layout.grow(self.state.alpha, op.num_points)
         state = State(alpha, op_mv(op, alpha))
-        offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
-        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
+        k_alpha = jax.device_put(np.asarray(layout.points(state.k_alpha))[old:])
+        offset_new = self._offset_at(x_new, k_alpha)
+        offset = np.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
-            jnp.concatenate([self.data.targets, data.targets[-added:]]),
-            np.pad(self.data.sample_weights, (0, added)),
+            jax.device_put(np.concatenate([self.data.targets, targets[old:]])),
+            np.pad(self.data.sample_weights, (0, new - old)),
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -322,6 +338,26 @@ class Fitted(DualModel):
             state=state,
             offset=layout.place(offset, "last"),
             kernel_diagonal=op_diagonal(op),
+            preconditioner=pre,
+        )
+
+    def _weights_of_rows(self, data: TrainingSet) -> np.ndarray:
+        """Sample weights by row: none for spare rows."""
+        return self.layout.expand(data.sample_weights, "zero")
+
+    def without_spare_rows(self) -> "Fitted":
+        """The same model with exactly one row per training point, as a fit from scratch has."""
+        n, layout, pre = self.data.num_points, self.layout, self.preconditioner
+        if layout.sharding is not None or layout.num_rows == n:
+            return self
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(layout.points(pre.features))
+        return replace(
+            self,
+            kernel_op=self.kernel_op.cut(n),
+            state=State(layout.points(self.state.alpha), layout.points(self.state.k_alpha)),
+            offset=layout.points(self.offset),
+            kernel_diagonal=layout.points(self.kernel_diagonal),
             preconditioner=pre,
         )
 
@@ -362,7 +398,7 @@ class Update(DualModel):
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = check_queries(xq, self.x)
         if linearised:
-            change = self.source.cross_mv(xq, self.x, self.delta_alpha)
+            change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
             return change
         return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)

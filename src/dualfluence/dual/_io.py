@@ -39,6 +39,7 @@ def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
     The model itself (a function) is not stored. `include_kernel` stores `K` as well, so that
     loading computes nothing.
     """
+    fitted = fitted.without_spare_rows()
     arrays = _arrays(fitted)
     op = fitted.kernel_op
     if include_kernel:

@@ -2,17 +2,17 @@
 
 import abc
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import OVERFLOW, check_finite, check_queries
 from .._support.compile import filter_jit
 from ..kernels._linearized import Linearized
 from ..models._sources import AbstractSource
-from ..operators._layout import Layout
+from ..operators._layout import Layout, whole
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 
@@ -67,14 +67,29 @@ class DualModel(abc.ABC):
         """`α_ref` of a network trained by the user, with zero rows for points added since."""
         if self.reference is None:
             return None
-        alpha = self.reference.alpha
-        missing = self.data.num_points - alpha.shape[0]
-        return jnp.pad(alpha, ((0, missing), (0, 0))) if missing else alpha
+        return self._read_layout.grow(self.reference.alpha, self._read_layout.num_rows)
+
+    @property
+    def _read_layout(self) -> Layout:
+        """Rows that read-outs go over: spare ones too, because their number seldom changes."""
+        return self.layout if self.layout.sharding is None else whole(self.data.num_points)
+
+    @cached_property
+    def _x_rows(self) -> Array:
+        return self._read_layout.place(self.x, "last")
+
+    def _read_rows(self, values: Float[Array, "n c"]) -> Float[Array, "m c"]:
+        return values if self.layout.sharding is None else self.layout.points(values)
+
+    def _cross_mv(self, xq: Array, values: Float[Array, "n c"]) -> Float[Array, "q c"]:
+        """`K(xq, x) v` for values by row of `state`."""
+        return self.source.cross_mv(xq, self._x_rows, self._read_rows(values))
 
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
         base = self.network.params if self.reference is None else self.reference.params
-        return self.source.moved_params(base, self.x, self.alpha, self._reference_alpha())
+        alpha = self._read_rows(self.state.alpha)
+        return self.source.moved_params(base, self._x_rows, alpha, self._reference_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
@@ -92,9 +107,9 @@ class DualModel(abc.ABC):
     def _outputs_at(self, xq: Array, linearised: bool) -> Float[Array, "q c"]:
         if not linearised:
             return outputs_at(self.network, self.params(), xq, linearised=False)
-        since = self._reference_alpha()
-        alpha = self.alpha if since is None else self.alpha - since
-        move = self.source.cross_mv(xq, self.x, alpha)
+        since, alpha = self._reference_alpha(), self._read_rows(self.state.alpha)
+        alpha = alpha if since is None else alpha - since
+        move = self.source.cross_mv(xq, self._x_rows, alpha)
         if self.reference is not None:
             ref = self.reference
             return move + outputs_at(self.network, ref.params, xq, ref.linearised)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -213,8 +214,9 @@ def _appended(
     check_finite(f"{name} x", x)
     new_x = as_dtype(f"{name} x", x, data.x.dtype)
     new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)
+    # On the host: on the device every number of points would be a program of its own.
     return TrainingSet(
-        jnp.concatenate([data.x, new_x]),
-        jnp.concatenate([data.targets, new_targets]),
+        jax.device_put(np.concatenate([data.x, new_x])),
+        jax.device_put(np.concatenate([data.targets, new_targets])),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )

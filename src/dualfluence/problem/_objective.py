@@ -119,7 +119,7 @@ def make_problem(
 ) -> Problem:
     """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
     weights: Any = data.weights.astype(offset.dtype)
-    if layout.sharding is None:
+    if layout.sharding is None and layout.num_rows == data.num_points:
         # As they are: a compiled function takes arrays of the host faster than device_put does.
         scalar: Any = np.asarray(ridge, offset.dtype)
         return Problem(loss, data.targets, weights, scalar, offset, epsilon)

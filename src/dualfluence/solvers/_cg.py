@@ -71,7 +71,8 @@ def conjugate_gradients(
         x, extra, r, p, rz, step, _, _ = carry
         Ap, side_p = mv(p)
         curvature = jnp.sum(p * Ap)
-        bad = ~(curvature > 0)
+        # Either of them can only fail by rounding or where K is not a kernel: stop where we are.
+        bad = ~((curvature > 0) & (rz > 0))
         a = jnp.where(bad, 0, rz / jnp.where(bad, 1, curvature))
         r = r - a * Ap
         z = precondition(r)

@@ -100,9 +100,13 @@ def _symmetric_form(
 
 
 def _columns(chols: Float[Array, "k n n"], v: Float[Array, "n k"]) -> Float[Array, "n k"]:
-    """Each column of `v` solved with its own factor."""
-    solve = jax.vmap(lambda chol, u: jax.scipy.linalg.cho_solve((chol, True), u))
-    return solve(chols, v.T).T
+    """Each column of `v` solved with its own factor, one after the other.
+
+    A batched solve holds all factors once more in its own layout, and on a GPU once more for every
+    solve in the program.
+    """
+    solve = lambda pair: jax.scipy.linalg.cho_solve((pair[0], True), pair[1])  # noqa: E731
+    return jax.lax.map(solve, (chols, v.T)).T
 
 
 def _dense(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._support.memory import STORED_TILE_BYTES
 from .._support.progress import ProgressFn, Ticker
 from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
@@ -26,7 +27,6 @@ from ._format import (
     write_record,
 )
 
-TILE_BYTES = 64 * 2**20
 IN_FLIGHT = 2
 """Tiles being written while the next is computed: what a kill can cost."""
 
@@ -156,7 +156,7 @@ def _header(
     if storage not in STORAGE:
         raise ValueError(f"store: dtype must be one of {STORAGE}, got {storage!r}.")
     entry = per_point**2 * probe.dtype.itemsize
-    size = tile or max(1, math.isqrt(TILE_BYTES // entry))
+    size = tile or max(1, math.isqrt(STORED_TILE_BYTES // entry))
     if size < 1:
         raise ValueError(f"store: tile must be at least one point, got {size}.")
     if probe.ndim == 4 and num_outputs not in (None, per_point):
