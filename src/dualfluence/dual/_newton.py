@@ -33,6 +33,11 @@ VALUE_SLACK = 8.0
 """How many estimates of rounding two values of the objective may differ by and still count as equal.
 Doubled, the slope decides a little earlier whether to take a step."""
 
+DAMPING = 4.0
+"""The ridge of a damped step's system is at least so many `eps` of the trace of `WK`. Below that, `Δα` is
+the small difference of large terms and points anywhere. Doubled, such steps are shorter; where they
+lead to is the same."""
+
 CURVATURE_SLACK = 1e3
 """A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
 
@@ -49,7 +54,7 @@ class StepReport(NamedTuple):
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
-    - `jitter`: shift of the diagonal that the factorisation needed.
+    - `jitter`: how much larger than `λ` the ridge of the step's system was.
     """
 
     iterations: int
@@ -128,9 +133,12 @@ def _newton_step(
 ) -> tuple[Point, Float[Array, " k"]]:
     """One step of (★) from `point`, with a line search on the objective if `damped`."""
     COUNTERS["traces"] += 1
-    factor = problem.factor(point.state)
+    factor, ridge = problem.factor(point.state), problem.ridge
+    if damped:
+        trace = jnp.sum(factor.hess_diagonal() * diagonal)
+        ridge = jnp.maximum(ridge, DAMPING * jnp.finfo(trace.dtype).eps * trace)
     solution = solver.solve(
-        LinearSystem(op, factor, problem.ridge, -point.rho, -point.k_rho, preconditioner, rtol)
+        LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
     t, settled = jnp.ones((), point.rho.dtype), jnp.asarray(False)
     if damped:
@@ -150,7 +158,7 @@ def _newton_step(
         new.norms.parameters,
         jnp.max(jnp.abs(problem.outputs(new.state))),
         jnp.max(root),
-        solution.jitter,
+        solution.jitter + (ridge - problem.ridge),
     )
     return new, jnp.stack([jnp.asarray(value, t.dtype) for value in packed])
 

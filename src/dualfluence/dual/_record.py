@@ -60,7 +60,7 @@ class Outcome(NamedTuple):
     - `solved`: whether every linear solve reached its residual.
     - `output_share`: the certified error of any output over the largest output.
     - `steps`, `iterations`, `products`, `residual`: as in `Stats`.
-    - `jitter`: the largest shift of a diagonal that any factorisation needed.
+    - `jitter`: how much larger than `λ` the ridge of any step's system was.
     """
 
     point: Point
