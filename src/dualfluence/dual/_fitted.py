@@ -27,6 +27,7 @@ from ..solvers import (
     SpectralPreconditioner,
     resolve,
 )
+from ._fidelity import Fidelity
 from ._newton import op_diagonal, op_mv
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
@@ -55,20 +56,6 @@ class Settings(NamedTuple):
     rtol: float | None
     on_failure: OnFailure
     progress: bool | ProgressFn
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """How far a network that the user trained is from what the dual equation assumes.
-
-    - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
-    - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
-    - `output_gap`: root mean square of network minus linearised outputs, over that of the change.
-    """
-
-    gradient_norm: float
-    parameter_gap: float
-    output_gap: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +141,8 @@ class Fitted(DualModel):
 
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
-        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
+        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this;
+          refused for a model from `from_trained` that has no certificate, or a gap as large.
         - `solver`: `Auto`, `Cholesky` or `CG`.
         - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
         - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
@@ -168,6 +156,7 @@ class Fitted(DualModel):
         check_fraction("edit: rtol", rtol)
         if until is not None and not until > 0:
             raise ValueError(f"edit: until must be a positive distance, got {until}.")
+        until = self._remaining(until)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = (self if mesh is None else self.on(mesh))._extended(data, progress)
@@ -291,7 +280,7 @@ class Fitted(DualModel):
             state=outcome.point.state,
             reference=self.reference,
             before=self,
-            certificate=outcome.certificate,
+            certificate=self._widened(outcome.certificate),
             stats=stats,
         )
 

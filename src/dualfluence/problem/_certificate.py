@@ -5,6 +5,7 @@ $|K_{ij}| \le \sqrt{K_{ii}K_{jj}}$, so row `i` of it is off by about $\epsilon\s
 the *reach* $r(v)$ of `v`, a norm of $\sqrt{K_{jj}}\,v_j$.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 
@@ -38,24 +39,31 @@ class Certificate:
       of the bound, so the bound has a floor.
     - `parameter_norm`: `‖θ − θ₀‖`.
     - `ridge`: `λ`.
+    - `gap`: $\|\theta-\theta_0-J^\top\alpha\|$ of a model from `from_trained`, which no edit changes.
+      $\nabla L_w = J^\top\rho + \lambda(\theta-\theta_0-J^\top\alpha)$, so it adds to the bound as it is.
+    - `certified`: `False` for a network that is not linear in its parameters; its bounds are `inf`.
     """
 
     gradient_norm: float
     rounding: float
     parameter_norm: float
     ridge: float
+    gap: float = 0.0
+    certified: bool = True
 
     @property
     def distance_bound(self) -> float:
-        """Upper bound on `‖θ − θ_retrained‖`."""
-        return (self.gradient_norm + self.rounding) / self.ridge
+        """Upper bound on `‖θ − θ_retrained‖`; `inf` where there is none."""
+        if not self.certified:
+            return math.inf
+        return (self.gradient_norm + self.rounding) / self.ridge + self.gap
 
     @property
     def relative_bound(self) -> float:
-        """`distance_bound` over `‖θ − θ₀‖`; zero where both are."""
+        """`distance_bound` over `‖θ − θ₀‖`, at least `‖Jᵀα‖` less the gap; zero where both are."""
         if self.distance_bound == 0:
             return 0.0
-        return self.distance_bound / max(self.parameter_norm, sys.float_info.min)
+        return self.distance_bound / max(self.parameter_norm - self.gap, sys.float_info.min)
 
     @property
     def at_floor(self) -> bool:
