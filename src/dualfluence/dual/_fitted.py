@@ -361,27 +361,31 @@ class Update(DualModel):
         xq: Any,
         targets: Any,
         *,
+        first_order: bool = False,
         include_ridge: bool = False,
         linearised: bool = True,
     ) -> Float[Array, " q"]:
-        r"""Change of the loss at queries, positive where the edit makes it worse.
+        r"""Change of the loss at queries, positive where the edit makes it worse:
 
-        $$\nabla\ell(f_q)\cdot K_{qn}\Delta\alpha \;[+\; \lambda\,\alpha^\top K\Delta\alpha]$$
-
-        (paper, eqs. 9 and 13, for any number of outputs).
+        $$\ell(f_q+\Delta f_q)-\ell(f_q)\qquad\text{or, to first order,}\qquad
+          \nabla\ell(f_q)\cdot\Delta f_q,\qquad \Delta f_q = K_{qn}\Delta\alpha .$$
 
         **Arguments:**
 
-        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, as the paper's estimate does.
-        - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
+        - `first_order`: the paper's estimate (eqs. 9 and 13, for any number of outputs) instead of the
+          loss after less the loss before.
+        - `include_ridge`: add the change of `λ/2‖Jᵀα‖²`, as the paper does, to first order if
+          `first_order`.
+        - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
         """
         xq = check_queries(xq, self.x)
         before, loss = self.before, self.before.loss
         y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
-        f, delta_f = before.predict(xq), self.delta_outputs(xq)
-        if linearised:
+        f = before.predict(xq, linearised=linearised)
+        delta_f = self.delta_outputs(xq, linearised=linearised)
+        if first_order:
             change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
             ridge_change = jnp.sum(before.state.k_alpha * (self.state.alpha - before.state.alpha))
         else:
