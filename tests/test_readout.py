@@ -75,6 +75,16 @@ def test_delta_loss_of_the_network_itself():
     assert np.abs(want - linear).max() > 1e-3  # the network is not its linearisation
 
 
+def test_an_update_can_be_edited_again(case):
+    _, _, update = case
+    got, want = (
+        update.edit(dfl.Remove([5]), steps=2),
+        update.commit().edit(dfl.Remove([5]), steps=2),
+    )
+    np.testing.assert_array_equal(got.alpha, want.alpha)
+    np.testing.assert_array_equal(np.flatnonzero(got.data.sample_weights == 0), [2, 3, 5, 7])
+
+
 def test_empty_limit_and_removing_all_but_one(case):
     p, fitted, _ = case
     same = fitted.edit(dfl.Reweight([4], [1.0]))

@@ -31,6 +31,7 @@ from ._fidelity import Fidelity
 from ._newton import op_diagonal, op_mv
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
+from ._show import show_fitted, show_update
 from ._train import (
     MAX_STEPS,
     Goal,
@@ -74,6 +75,9 @@ class Fitted(DualModel):
     certificate: Certificate
     stats: Stats
     fidelity: Fidelity | None = None
+
+    def __repr__(self) -> str:
+        return show_fitted(self)
 
     @classmethod
     def untrained(
@@ -333,6 +337,9 @@ class Update(DualModel):
     certificate: Certificate
     stats: Stats
 
+    def __repr__(self) -> str:
+        return show_update(self)
+
     @property
     def layout(self) -> Layout:
         return self.before.layout
@@ -395,6 +402,10 @@ class Update(DualModel):
             change = change + before.ridge * ridge_change
         check_finite("delta_loss", change, hint=OVERFLOW)
         return change
+
+    def edit(self, edits: AbstractEdit | Sequence[AbstractEdit], **options: Any) -> "Update":
+        """The next edit, on top of this one: `commit().edit(...)`, with the options of `Fitted.edit`."""
+        return self.commit().edit(edits, **options)
 
     def commit(self) -> Fitted:
         """The updated model as a fit of its own, ready for the next request.

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._support.show import table
 from ._objective import Problem, State
 
 ROUNDING_FACTOR = 4.0
@@ -69,6 +70,19 @@ class Certificate:
     def at_floor(self) -> bool:
         """Whether the gradient has fallen to what rounding adds to it."""
         return self.gradient_norm <= self.rounding
+
+    def summary(self) -> str:
+        """The bound in one line."""
+        if not self.certified:
+            return "none: the network is not linear in its parameters"
+        gap = f", of which a gap of {self.gap:.2g}" if self.gap else ""
+        return f"‖θ − θ*‖ ≤ {self.distance_bound:.2g}, {self.relative_bound:.2g} of ‖θ − θ₀‖{gap}"
+
+    def __repr__(self) -> str:
+        rows = [("bound", self.summary())]
+        names = ("distance_bound", "relative_bound", "gradient_norm", "rounding", "parameter_norm")
+        rows += [(name, f"{getattr(self, name):.6g}") for name in (*names, "ridge", "gap")]
+        return table("Certificate", [*rows, ("certified", str(self.certified))])
 
 
 class Norms(eqx.Module):
