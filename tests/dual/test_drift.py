@@ -9,7 +9,7 @@ import cases
 import dualfluence as dfl
 import problems
 from dualfluence.dual._drift import NOTABLE, check_drift, distance_limit, exceeds, follow, told
-from dualfluence.dual._newton import Stats
+from dualfluence.dual._record import Stats
 
 N = 40
 

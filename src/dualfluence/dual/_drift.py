@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem._certificate import Certificate
-from ._newton import Stats
+from ._record import Stats
 
 NOTABLE = 1e-2
 """Relative bound from which a chain of edits is told. Doubled, a drift twice as large stays unsaid."""

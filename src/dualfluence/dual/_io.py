@@ -87,8 +87,12 @@ def load(
     c = arrays["alpha"].shape[1]
     certificate = _certificate(arrays["certificate"], trained="reference_alpha" in arrays)
     reference = _reference(source, arrays, meta, certificate)
-    if reference is not None and reference.tangent == "trained":
-        source = NetworkSource(replace(source.network, params=reference.params))
+    if (
+        isinstance(source, NetworkSource)
+        and reference is not None
+        and reference.tangent == "trained"
+    ):
+        source = NetworkSource(replace(source.model, params=reference.params))
     _check_model(source, data, arrays, reference)
     op = _operator(source, data, arrays, meta, c, progress)
     state = State(jnp.asarray(arrays["alpha"]), jnp.asarray(arrays["k_alpha"]))

@@ -81,15 +81,14 @@ def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> di
         PAPER: in_paper_form(base, form),
         SHARDED: in_paper_form(base, replace(form, mesh=device_mesh())),
         ONE_STEP: in_data_space(base),
-        ITERATED: in_data_space(as_stationary(base), until=until),
+        ITERATED: in_data_space(base, until=until),
     }
 
 
 def as_stationary(base: Fitted) -> Fitted:
     """The trained network taken for the optimum of its linearisation, as the paper takes it.
 
-    Iterating then converges to the edited optimum of that objective, and `until` and bounds speak of
-    it, not of the network.
+    Iterating `until` then converges to the edited optimum of that objective.
     """
     if base.reference is None:
         return base
@@ -98,10 +97,12 @@ def as_stationary(base: Fitted) -> Fitted:
 
 def in_data_space(base: Fitted, **options: Any) -> Method:
     """A removal by `base.edit`, parameters included."""
+    edited = as_stationary(base) if "until" in options else base
 
     def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
-        update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
-        return _read_out(update)
+        update = edited.edit(Remove(gone), on_failure="report", progress=False, **options)
+        # The bound that is kept is of the model as it was trained.
+        return _read_out(replace(update, certificate=base._widened(update.certificate)))
 
     return method
 
@@ -112,7 +113,8 @@ def in_paper_form(base: Fitted, form: AbstractPaperForm) -> Method:
 
 
 def _read_out(update: Update) -> tuple[PyTree, dict[str, Any]]:
-    bound = {"bound": update.certificate.distance_bound}
+    certificate = update.certificate
+    bound = {"bound": certificate.distance_bound} if certificate.certified else {}
     return update.params(), facts(update.stats) | bound
 
 
