@@ -17,6 +17,8 @@ from ._plan import plan as plan
 from ._version import __version__ as __version__
 from .dual._descent import Descent as Descent
 from .dual._descent import kernel_gradient_descent as kernel_gradient_descent
+from .dual._fidelity import Fidelity as Fidelity
+from .dual._fidelity import FidelityWarning as FidelityWarning
 from .dual._fit import fit as fit
 from .dual._fit import kernel_operator as kernel_operator
 from .dual._fitted import Fitted as Fitted

@@ -28,9 +28,12 @@ from ..solvers import (
     SpectralPreconditioner,
     resolve,
 )
+from ._drift import check_drift, distance_limit, exceeds, follow, told
+from ._fidelity import Fidelity
 from ._newton import op_diagonal, op_mv
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
+from ._show import show_fitted, show_update
 from ._train import (
     MAX_STEPS,
     Goal,
@@ -58,20 +61,6 @@ class Settings(NamedTuple):
     progress: bool | ProgressFn
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """How far a network that the user trained is from what the dual equation assumes.
-
-    - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
-    - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
-    - `output_gap`: root mean square of network minus linearised outputs, over that of the change.
-    """
-
-    gradient_norm: float
-    parameter_gap: float
-    output_gap: float
-
-
 @dataclass(frozen=True, eq=False)
 class Fitted(DualModel):
     """A model at (or near) the optimum of its training objective.
@@ -88,6 +77,9 @@ class Fitted(DualModel):
     certificate: Certificate
     stats: Stats
     fidelity: Fidelity | None = None
+
+    def __repr__(self) -> str:
+        return show_fitted(self)
 
     @classmethod
     def untrained(
@@ -142,6 +134,7 @@ class Fitted(DualModel):
         *,
         steps: int = 1,
         until: float | None = None,
+        drift: float | None = None,
         solver: AbstractDualSolver | Auto | None = None,
         rtol: float | None = None,
         mesh: Mesh | Sequence[Device] | None = None,
@@ -157,7 +150,10 @@ class Fitted(DualModel):
 
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
-        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
+        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this;
+          refused for a model from `from_trained` that has no certificate, or a gap as large.
+        - `drift`: take further steps where `certificate.relative_bound` exceeds this: many edits of one
+          step in a row can otherwise move away from retraining, which `stats.notes` say.
         - `solver`: `Auto`, `Cholesky` or `CG`.
         - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
         - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
@@ -171,12 +167,21 @@ class Fitted(DualModel):
         check_fraction("edit: rtol", rtol)
         if until is not None and not until > 0:
             raise ValueError(f"edit: until must be a positive distance, got {until}.")
+        check_drift(drift)
+        until = self._remaining(until)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = (self if mesh is None else self.on(mesh))._extended(data, progress)
         goal = Goal(until, None, steps if until is None else MAX_STEPS)
         settings = Settings("edit", goal, solver or AUTO, rtol, on_failure, progress)
-        return base.run(data, base.state, settings, clock)
+        update = base.run(data, base.state, settings, clock)
+        if drift is not None and exceeds(update.certificate, drift):
+            limit = self._remaining(distance_limit(update.certificate, drift))
+            settings = settings._replace(goal=Goal(limit, None, MAX_STEPS))
+            update = base.run(data, base.state, settings, clock)
+        asked = until is not None or drift is not None
+        chain = follow(self.stats, update.certificate, met=asked and update.stats.converged)
+        return replace(update, stats=told(update.stats, chain))
 
     def retrain(
         self,
@@ -296,7 +301,7 @@ class Fitted(DualModel):
             state=outcome.point.state,
             reference=self.reference,
             before=self,
-            certificate=outcome.certificate,
+            certificate=self._widened(outcome.certificate),
             stats=stats,
         )
 
@@ -380,6 +385,9 @@ class Update(DualModel):
     certificate: Certificate
     stats: Stats
 
+    def __repr__(self) -> str:
+        return show_update(self)
+
     @property
     def layout(self) -> Layout:
         return self.before.layout
@@ -408,27 +416,31 @@ class Update(DualModel):
         xq: Any,
         targets: Any,
         *,
+        first_order: bool = False,
         include_ridge: bool = False,
         linearised: bool = True,
     ) -> Float[Array, " q"]:
-        r"""Change of the loss at queries, positive where the edit makes it worse.
+        r"""Change of the loss at queries, positive where the edit makes it worse:
 
-        $$\nabla\ell(f_q)\cdot K_{qn}\Delta\alpha \;[+\; \lambda\,\alpha^\top K\Delta\alpha]$$
-
-        (paper, eqs. 9 and 13, for any number of outputs).
+        $$\ell(f_q+\Delta f_q)-\ell(f_q)\qquad\text{or, to first order,}\qquad
+          \nabla\ell(f_q)\cdot\Delta f_q,\qquad \Delta f_q = K_{qn}\Delta\alpha .$$
 
         **Arguments:**
 
-        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, as the paper's estimate does.
-        - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
+        - `first_order`: the paper's estimate (eqs. 9 and 13, for any number of outputs) instead of the
+          loss after less the loss before.
+        - `include_ridge`: add the change of `λ/2‖Jᵀα‖²`, as the paper does, to first order if
+          `first_order`.
+        - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
         """
         xq = check_queries(xq, self.x)
         before, loss = self.before, self.before.loss
         y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
-        f, delta_f = before.predict(xq), self.delta_outputs(xq)
-        if linearised:
+        f = before.predict(xq, linearised=linearised)
+        delta_f = self.delta_outputs(xq, linearised=linearised)
+        if first_order:
             change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
             ridge_change = jnp.sum(before.state.k_alpha * (self.state.alpha - before.state.alpha))
         else:
@@ -438,6 +450,10 @@ class Update(DualModel):
             change = change + before.ridge * ridge_change
         check_finite("delta_loss", change, hint=OVERFLOW)
         return change
+
+    def edit(self, edits: AbstractEdit | Sequence[AbstractEdit], **options: Any) -> "Update":
+        """The next edit, on top of this one: `commit().edit(...)`, with the options of `Fitted.edit`."""
+        return self.commit().edit(edits, **options)
 
     def commit(self) -> Fitted:
         """The updated model as a fit of its own, ready for the next request.

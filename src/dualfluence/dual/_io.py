@@ -3,6 +3,7 @@
 import hashlib
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
         "ridge": fitted.ridge,
         "operator": type(op).__name__,
         "linearised": fitted.reference.linearised if fitted.reference else None,
+        "tangent": fitted.reference.tangent if fitted.reference else None,
         "stats": fitted.stats._asdict(),
         "fidelity": vars(fitted.fidelity) if fitted.fidelity else None,
         "sha256": {name: _digest(array) for name, array in arrays.items()},
@@ -84,7 +86,14 @@ def load(
         jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"]), arrays["sample_weights"]
     )
     c = arrays["alpha"].shape[1]
-    reference = _reference(source, arrays, meta)
+    certificate = _certificate(arrays["certificate"], trained="reference_alpha" in arrays)
+    reference = _reference(source, arrays, meta, certificate)
+    if (
+        isinstance(source, NetworkSource)
+        and reference is not None
+        and reference.tangent == "trained"
+    ):
+        source = NetworkSource(replace(source.model, params=reference.params))
     _check_model(source, data, arrays, reference)
     op = _operator(source, data, arrays, meta, c, progress)
     state = State(jnp.asarray(arrays["alpha"]), jnp.asarray(arrays["k_alpha"]))
@@ -102,7 +111,7 @@ def load(
         preconditioner=NoPreconditioner()
         if features is None
         else SpectralPreconditioner(jnp.asarray(features)),
-        certificate=Certificate(*arrays["certificate"].tolist()),
+        certificate=certificate,
         stats=Stats(**{**meta["stats"], "notes": tuple(meta["stats"]["notes"])}),
         fidelity=Fidelity(**meta["fidelity"]) if meta["fidelity"] else None,
     )
@@ -119,7 +128,14 @@ def _arrays(fitted: Fitted) -> dict[str, np.ndarray]:
         "offset": points(fitted.offset),
         "kernel_diagonal": points(fitted.kernel_diagonal),
         "certificate": np.asarray(
-            [cert.gradient_norm, cert.rounding, cert.parameter_norm, cert.ridge]
+            [
+                cert.gradient_norm,
+                cert.rounding,
+                cert.parameter_norm,
+                cert.ridge,
+                cert.gap,
+                cert.certified,
+            ]
         ),
     }
     if isinstance(fitted.preconditioner, SpectralPreconditioner):
@@ -173,8 +189,18 @@ def _loss(name: str, given: AbstractLoss | None) -> AbstractLoss:
     return given
 
 
+def _certificate(stored: np.ndarray, *, trained: bool) -> Certificate:
+    """Files of earlier releases hold no gap: what they say of trained networks is not certified."""
+    parts = stored.tolist()
+    gap, certified = parts[4:] if len(parts) == 6 else (0.0, not trained)
+    return Certificate(*parts[:4], gap=gap, certified=bool(certified))
+
+
 def _reference(
-    source: AbstractSource, arrays: dict[str, np.ndarray], meta: dict[str, Any]
+    source: AbstractSource,
+    arrays: dict[str, np.ndarray],
+    meta: dict[str, Any],
+    certificate: Certificate,
 ) -> Reference | None:
     if "reference_alpha" not in arrays:
         return None
@@ -187,7 +213,14 @@ def _reference(
             "load: the stored parameters do not have the tree structure of the model's."
         )
     params = jax.tree.unflatten(treedef, [jnp.asarray(arrays[name]) for name in names])
-    return Reference(params, jnp.asarray(arrays["reference_alpha"]), bool(meta["linearised"]))
+    return Reference(
+        params,
+        jnp.asarray(arrays["reference_alpha"]),
+        bool(meta["linearised"]),
+        meta.get("tangent", "initial"),
+        certificate.gap,
+        certificate.certified,
+    )
 
 
 def _check_model(

@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._support.show import count, table
 from ..problem._certificate import Certificate
 from ._newton import Point
 
@@ -39,6 +40,7 @@ class Stats(NamedTuple):
     - `seconds`: wall time until the result was ready.
     - `solver`, `reason`: the linear solver, and why that one.
     - `notes`: what else happened: form of `K`, precision, preconditioner, floor of rounding.
+    - `edits`: edits by a number of steps in a row, since the last answer that met a tolerance.
     """
 
     steps: int
@@ -50,6 +52,20 @@ class Stats(NamedTuple):
     solver: str
     reason: str
     notes: tuple[str, ...] = ()
+    edits: int = 0
+
+    def summary(self) -> str:
+        """The run in one line."""
+        ended = "converged" if self.converged else "not converged"
+        parts = (count(self.steps, "step"), count(self.products, "product") + " with K")
+        return f"{', '.join(parts)}, {self.seconds:.2g} s, {ended}"
+
+    def __repr__(self) -> str:
+        rows = [("run", self.summary()), ("solver", f"{self.solver} ({self.reason})")]
+        rows.append(("iterations", f"{self.iterations:,}, relative residual {self.residual:.2g}"))
+        if self.edits:
+            rows.append(("edits", f"{self.edits:,} in a row since the last that met a tolerance"))
+        return table("Stats", [*rows, *(("note", note) for note in self.notes)])
 
 
 class Outcome(NamedTuple):

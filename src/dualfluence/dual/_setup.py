@@ -42,6 +42,7 @@ from ..solvers import (
     SpectralPreconditioner,
     spectral_preconditioner,
 )
+from ._fidelity import random_like
 from ._newton import op_diagonal, op_mv
 
 POWER_STEPS = 1
@@ -252,17 +253,13 @@ def _check_linear(model: Linearized, x: Array) -> None:
     if model.anchor != "zero":
         return
     theta, frozen = model.split(model.params)
-    leaves, treedef = jax.tree.flatten(theta)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    probe = jax.tree.unflatten(
-        treedef,
-        [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)],
-    )
-    few = x[:4]
+    probe, few = random_like(theta, seed=0), x[:4]
     actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)
-    linear = model.jvp(few, probe)
-    gap = float(jnp.linalg.norm(actual - linear))
-    if gap > 1e-3 * max(float(jnp.linalg.norm(actual)), 1e-30):
+    # Scaled first, so that squares of large numbers do not overflow.
+    scale = float(jnp.maximum(jnp.max(jnp.abs(actual)), 1e-30))
+    gap = scale * float(jnp.linalg.norm((actual - model.jvp(few, probe)) / scale))
+    # Not `gap > ...`: a model that overflows has a gap of NaN or infinity.
+    if not (np.isfinite(scale) and gap <= 1e-3 * scale * float(jnp.linalg.norm(actual / scale))):
         raise ValueError(
             "fit: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
             f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."

@@ -5,6 +5,7 @@ $|K_{ij}| \le \sqrt{K_{ii}K_{jj}}$, so row `i` of it is off by about $\epsilon\s
 the *reach* $r(v)$ of `v`, a norm of $\sqrt{K_{jj}}\,v_j$.
 """
 
+import math
 import sys
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._support.show import table
 from ._objective import Problem, State
 
 ROUNDING_FACTOR = 4.0
@@ -38,29 +40,49 @@ class Certificate:
       of the bound, so the bound has a floor.
     - `parameter_norm`: `‖θ − θ₀‖`.
     - `ridge`: `λ`.
+    - `gap`: $\|\theta-\theta_0-J^\top\alpha\|$ of a model from `from_trained`, which no edit changes.
+      $\nabla L_w = J^\top\rho + \lambda(\theta-\theta_0-J^\top\alpha)$, so it adds to the bound as it is.
+    - `certified`: `False` for a network that is not linear in its parameters; its bounds are `inf`.
     """
 
     gradient_norm: float
     rounding: float
     parameter_norm: float
     ridge: float
+    gap: float = 0.0
+    certified: bool = True
 
     @property
     def distance_bound(self) -> float:
-        """Upper bound on `‖θ − θ_retrained‖`."""
-        return (self.gradient_norm + self.rounding) / self.ridge
+        """Upper bound on `‖θ − θ_retrained‖`; `inf` where there is none."""
+        if not self.certified:
+            return math.inf
+        return (self.gradient_norm + self.rounding) / self.ridge + self.gap
 
     @property
     def relative_bound(self) -> float:
-        """`distance_bound` over `‖θ − θ₀‖`; zero where both are."""
+        """`distance_bound` over `‖θ − θ₀‖`, at least `‖Jᵀα‖` less the gap; zero where both are."""
         if self.distance_bound == 0:
             return 0.0
-        return self.distance_bound / max(self.parameter_norm, sys.float_info.min)
+        return self.distance_bound / max(self.parameter_norm - self.gap, sys.float_info.min)
 
     @property
     def at_floor(self) -> bool:
         """Whether the gradient has fallen to what rounding adds to it."""
         return self.gradient_norm <= self.rounding
+
+    def summary(self) -> str:
+        """The bound in one line."""
+        if not self.certified:
+            return "none: the network is not linear in its parameters"
+        gap = f", of which a gap of {self.gap:.2g}" if self.gap else ""
+        return f"‖θ − θ*‖ ≤ {self.distance_bound:.2g}, {self.relative_bound:.2g} of ‖θ − θ₀‖{gap}"
+
+    def __repr__(self) -> str:
+        rows = [("bound", self.summary())]
+        names = ("distance_bound", "relative_bound", "gradient_norm", "rounding", "parameter_norm")
+        rows += [(name, f"{getattr(self, name):.6g}") for name in (*names, "ridge", "gap")]
+        return table("Certificate", [*rows, ("certified", str(self.certified))])
 
 
 class Norms(eqx.Module):

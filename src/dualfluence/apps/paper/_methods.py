@@ -85,12 +85,24 @@ def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> di
     }
 
 
+def as_stationary(base: Fitted) -> Fitted:
+    """The trained network taken for the optimum of its linearisation, as the paper takes it.
+
+    Iterating `until` then converges to the edited optimum of that objective.
+    """
+    if base.reference is None:
+        return base
+    return replace(base, reference=replace(base.reference, gap=0.0, certified=True))
+
+
 def in_data_space(base: Fitted, **options: Any) -> Method:
     """A removal by `base.edit`, parameters included."""
+    edited = as_stationary(base) if "until" in options else base
 
     def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
-        update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
-        return _read_out(update)
+        update = edited.edit(Remove(gone), on_failure="report", progress=False, **options)
+        # The bound that is kept is of the model as it was trained.
+        return _read_out(replace(update, certificate=base._widened(update.certificate)))
 
     return method
 
@@ -101,7 +113,8 @@ def in_paper_form(base: Fitted, form: AbstractPaperForm) -> Method:
 
 
 def _read_out(update: Update) -> tuple[PyTree, dict[str, Any]]:
-    bound = {"bound": update.certificate.distance_bound}
+    certificate = update.certificate
+    bound = {"bound": certificate.distance_bound} if certificate.certified else {}
     return update.params(), facts(update.stats) | bound
 
 

@@ -56,7 +56,7 @@ def remove(
         state=point.state,
         reference=fitted.reference,
         before=fitted,
-        certificate=certificate,
+        certificate=fitted._widened(certificate),
         stats=stats,
     )
 

@@ -139,6 +139,7 @@ class LinearisedCase:
             self.points.y,
             loss=self.loss,
             ridge=self.row.training.ridge,
+            tangent="initial",
             linearised=True,
             progress=self.context.progress,
         )
