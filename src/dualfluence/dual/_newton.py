@@ -50,7 +50,8 @@ class StepReport(NamedTuple):
 
     - `iterations`, `products`, `residual`, `converged`: of the linear solve.
     - `step_size`: `t` of the line search.
-    - `settled`: whether the decrease that the step predicts is below the objective's rounding.
+    - `settled`: whether the decrease that the step predicted was below the objective's rounding.
+    - `value_noise`: the objective's rounding.
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
@@ -63,6 +64,7 @@ class StepReport(NamedTuple):
     converged: bool
     step_size: float
     settled: bool
+    value_noise: float
     min_curvature: float
     gradient_norm: float
     rounding: float
@@ -140,9 +142,9 @@ def _newton_step(
     solution = solver.solve(
         LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
-    t, settled = jnp.ones((), point.rho.dtype), jnp.asarray(False)
+    t, noise = jnp.ones((), point.rho.dtype), VALUE_SLACK * problem.value_noise(point.state)
     if damped:
-        t, settled = _line_search(problem, point, solution)
+        t = _line_search(problem, point, solution, noise)
     root = jnp.sqrt(jnp.maximum(diagonal, 0))
     new = inspect(op, problem, _moved(point.state, solution, t, root), diagonal)
     packed = (
@@ -151,7 +153,8 @@ def _newton_step(
         solution.residual,
         solution.converged,
         t,
-        settled,
+        -jnp.sum(point.rho * solution.k_value) <= noise,
+        noise,
         factor.min_curvature,
         new.norms.gradient,
         new.norms.rounding,
@@ -195,19 +198,18 @@ class _Trial(NamedTuple):
     taken: Array
 
 
-def _line_search(problem: Problem, point: Point, step: Solution) -> tuple[Float[Array, ""], Array]:
+def _line_search(
+    problem: Problem, point: Point, step: Solution, noise: Float[Array, ""]
+) -> Float[Array, ""]:
     """The whole step if it lowers `L_w` enough, else one near the minimum along it, by bisection.
 
     Only `(n, c)` work, no product with `K`: `L_w` along the step is a convex function whose slope is
     `ρ(t)ᵀKΔα`. Where the decrease is below the rounding of `L_w` its values say nothing. The slope
     still does, to full relative accuracy: a step that has not gone past the minimum by as much as it
     came from before it is taken.
-
-    Returns the step size, and whether the predicted decrease was below rounding.
     """
     delta, k_delta = step.value, step.k_value
     start, slope = problem.value(point.state), jnp.sum(point.rho * k_delta)
-    noise = VALUE_SLACK * problem.value_noise(point.state)
 
     def look(trial: _Trial) -> _Trial:
         t = trial.t
@@ -226,7 +228,7 @@ def _line_search(problem: Problem, point: Point, step: Solution) -> tuple[Float[
     one = jnp.ones((), delta.dtype)
     begin = _Trial(one, 0 * one, one, jnp.asarray(0), jnp.asarray(False))
     end = jax.lax.while_loop(lambda at: ~at.taken & (at.rounds < MAX_TRIALS), look, begin)
-    return jnp.where(end.taken, end.t, end.low), -slope <= noise
+    return jnp.where(end.taken, end.t, end.low)
 
 
 def check_report(report: StepReport, dtype: Any, what: str) -> None:

@@ -185,9 +185,18 @@ class _Run:
             return "met"
         if self.steps >= goal.max_steps:
             return "steps"
-        if self.certificate.at_floor:
+        if self.certificate.at_floor and self._flat:
             return "floor"
         return "stalled" if self.stalled >= STALLED_STEPS else None
+
+    @property
+    def _flat(self) -> bool:
+        """Whether the objective cannot fall by more than its rounding: `L − L* ≤ ‖∇L‖²/(2λ)`.
+
+        The estimate of the gradient's rounding is cautious. While the objective falls the run goes on.
+        """
+        left = self.norm**2 / (2 * self.machine.ridge)
+        return self.last is None or self.last.settled or left <= self.last.value_noise
 
     def confirms(self, ending: Ending, goal: Goal) -> bool:
         """Whether a fresh product says so too; if not, the run goes on from there."""
@@ -196,7 +205,7 @@ class _Run:
         cert = self.certificate
         still = {
             "met": goal.met(cert),
-            "floor": cert.gradient_norm <= FLOOR_SLACK * cert.rounding,
+            "floor": cert.gradient_norm <= FLOOR_SLACK * cert.rounding and self._flat,
             "steps": True,
             "stalled": True,
         }
