@@ -131,19 +131,22 @@ def _newton_step(
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
     rtol: Float[Array, ""],
-    damped: bool,
+    damping: Float[Array, ""] | None,
 ) -> tuple[Point, Float[Array, " k"]]:
-    """One step of (★) from `point`, with a line search on the objective if `damped`."""
+    """One step of (★) from `point`; with `damping`, one that lowers the objective.
+
+    `damping` is in units of what rounding alone asks for, and 1 unless an earlier step failed.
+    """
     COUNTERS["traces"] += 1
     factor, ridge = problem.factor(point.state), problem.ridge
-    if damped:
+    if damping is not None:
         trace = jnp.sum(factor.hess_diagonal() * diagonal)
-        ridge = jnp.maximum(ridge, DAMPING * jnp.finfo(trace.dtype).eps * trace)
+        ridge = jnp.maximum(ridge, damping * (DAMPING * jnp.finfo(trace.dtype).eps * trace))
     solution = solver.solve(
         LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
     t, noise = jnp.ones((), point.rho.dtype), VALUE_SLACK * problem.value_noise(point.state)
-    if damped:
+    if damping is not None:
         t = _line_search(problem, point, solution, noise)
     root = jnp.sqrt(jnp.maximum(diagonal, 0))
     new = inspect(op, problem, _moved(point.state, solution, t, root), diagonal)
@@ -153,7 +156,7 @@ def _newton_step(
         solution.residual,
         solution.converged,
         t,
-        -jnp.sum(point.rho * solution.k_value) <= noise,
+        jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise,
         noise,
         factor.min_curvature,
         new.norms.gradient,
@@ -181,7 +184,7 @@ def influence_step(
 ) -> tuple[Point, Float[Array, " k"]]:
     """`inspect` and an undamped `newton_step` in one compiled program: the influence function."""
     start = inspect(op, problem, state, diagonal)
-    return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damped=False)
+    return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damping=None)
 
 
 def _moved(state: State, step: Solution, t: Array, root: Float[Array, "n c"]) -> State:

@@ -37,6 +37,10 @@ FLOOR_SLACK = 3.0
 """How far above the estimate of rounding a gradient still counts as at its floor, because another
 product of the same accuracy differs by as much."""
 
+HARDER, EASIER = 16.0, 4.0
+"""Factors on the damping after a step that failed and after one that did not. Larger ones find a step in
+fewer trials and overshoot more."""
+
 LOOSEST = 0.1
 """Relative residual of the first linear solves: far from the optimum more is wasted."""
 
@@ -155,6 +159,7 @@ class _Run:
         self.stalled = self.steps = self.iterations = self.refreshes = 0
         self.products, self.residual, self.solved, self.jitter = 1, 0.0, True, 0.0
         self.last: StepReport | None = None
+        self.damping = 1.0
 
     @property
     def progress(self) -> float:
@@ -164,8 +169,9 @@ class _Run:
     def step(self, rtol: float) -> None:
         m, dtype = self.machine, self.point.rho.dtype
         tol: Any = np.asarray(rtol, dtype)
+        damping: Any = np.asarray(self.damping, dtype)
         self.point, packed = newton_step(
-            m.op, self.problem, self.point, m.diagonal, m.solver, m.preconditioner, tol, True
+            m.op, self.problem, self.point, m.diagonal, m.solver, m.preconditioner, tol, damping
         )
         report = self.last = StepReport.unpack(packed)
         check_report(report, dtype, m.what)
@@ -173,6 +179,9 @@ class _Run:
         self.products, self.residual = self.products + report.products, report.residual
         self.norm, self.solved = report.gradient_norm, self.solved and report.converged
         self.jitter = max(self.jitter, report.jitter)
+        # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
+        failed = report.step_size == 0 and not report.settled
+        self.damping = self.damping * HARDER if failed else max(1.0, self.damping / EASIER)
         # While the objective still falls nothing has stalled, whatever the gradient does.
         helped = not report.settled or self.norm <= 0.9 * self.certificate.gradient_norm
         self.stalled = 0 if helped else self.stalled + 1
