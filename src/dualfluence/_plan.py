@@ -48,8 +48,15 @@ multiplied with the factor of the loss, a few more."""
 VECTORS = 24
 """Arrays of one number per unknown in a Newton step: state, residuals, directions, targets."""
 
-STORED_TILES = 6
+STORED_TILES = 4
 """Tiles of a stored kernel in memory during a product: read ahead, in use, and converted."""
+
+TILE_COPIES, TILES_PER_SIDE, CUT_ROWS = 6, 5, 2048
+"""Products alive while a tile is summed; a kernel of `CUT_ROWS` rows or more is cut into five tiles a
+side, a smaller one is a tile."""
+
+GRADIENT_COPIES = 1.35
+"""Gradients of a batch of points in the diagonal of a matrix-free kernel: between one and two of each."""
 
 PREDICTED_WITHIN = 2.0
 """Factor within which the peaks predicted here and those of compiled programs agree (tested)."""
@@ -191,21 +198,21 @@ def plan(
         return Form(name, total, each, work, fits, products, seconds, note)
 
     where = f"rows on {devices} devices" if devices > 1 else "one read of K per product"
-    work = max(_tile_bytes(share), sketch)
+    copies = TILE_COPIES if structure == "dense" else 1
+    work = max(_tile_bytes(copies * share, share, held // devices, num_params, size), sketch)
     forms = [form(structure, share * devices, share, work, products * share / stream, where)]
     stored = stored_bytes(n, per_point, size, tile)
     free = shutil.disk_usage(_existing(Path(folder))).free if disk is None else disk
     tiles = STORED_TILES * (_stored_side(n, per_point, size, tile) * per_point) ** 2 * size
     note = f"on disk, where {human(free)} are free"
-    on_disk = form(
-        "stored", stored, 0, max(tiles, sketch), products * stored / DISK_BANDWIDTH, note
-    )
+    on_disk = form("stored", stored, 0, tiles + sketch, products * stored / DISK_BANDWIDTH, note)
     forms.append(on_disk if stored <= free else replace(on_disk, fits=False))
     if num_params is not None:
         flops = 10.0 * num_params * n * products / devices
         work = _jacobian_bytes(n // devices or 1, c, num_params, size, activation_bytes)
         note = "no K; Jacobian products"
-        forms.append(form("matrix-free", 0, 0, work + sketch, flops / compute, note))
+        kept = sketch // SKETCH_COPIES
+        forms.append(form("matrix-free", 0, 0, max(work + kept, sketch), flops / compute, note))
     low = n * c * rank * size
     seconds = 2.0 * n * c * rank**2 / compute
     forms.append(form("low-rank", low, low, 3 * low, seconds, f"rank {rank}"))
@@ -223,7 +230,7 @@ def plan(
     )
 
 
-def _check_sizes(**sizes: float | None) -> None:
+def _check_sizes(**sizes: Any) -> None:
     for name, value in sizes.items():
         if value is not None and not value >= 1:
             raise ValueError(f"plan: {name} must be at least 1, got {value}.")
@@ -245,15 +252,17 @@ def _sketch_bytes(n: int, c: int, rank: int, size: int, devices: int) -> int:
     return (SKETCH_COPIES * kept + VECTORS) * unknowns * size // devices
 
 
-def _tile_bytes(share: int) -> int:
-    """Work space of building `K`: no more than a few kernels where one tile is all of it."""
-    return min(tile_budget(share), 6 * share)
+def _tile_bytes(products: int, share: int, rows: int, num_params: int | None, size: int) -> int:
+    """Work space of building `K`: products of a tile, and the features of all points if they fit."""
+    products = products // (TILES_PER_SIDE**2 if rows >= CUT_ROWS else 1)
+    features = 3 * rows * math.isqrt(num_params or 1) * size
+    return min(tile_budget(share), products + features)
 
 
 def _jacobian_bytes(n: int, c: int, num_params: int, size: int, activation: int | None) -> int:
     """Gradients of a batch of points for the diagonal, or a batch's products; the larger one."""
     points = min(n, max(1, GRADIENT_BYTES // (8 * c * num_params)))
-    gradients = 2 * points * c * num_params * size
+    gradients = int(GRADIENT_COPIES * points * c * num_params * size)
     each = size * math.isqrt(num_params) if activation is None else activation
     batch = 3 * min(n * each, max(BATCH_BYTES, each)) + 3 * num_params * size
     return max(gradients, batch)

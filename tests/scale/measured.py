@@ -25,10 +25,11 @@ def compiled_peaks():
             peaks.append((self.__name__, total))
         return plain(self, *args, **kwargs)
 
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     Compiled.__call__ = call
     try:
         yield peaks
     finally:
         Compiled.__call__ = plain
-        jax.config.update("jax_disable_most_optimizations", True)
+        jax.config.update("jax_disable_most_optimizations", before)
