@@ -17,21 +17,16 @@ import jax
 import numpy as np
 
 import dualfluence as dfl
-from dualfluence.apps.compare._kit import Comparison, fully_connected, time_calls
-from dualfluence.apps.paper._common import make_network
-from dualfluence.apps.paper._config import Architecture
+from dualfluence.apps.compare._networks import Architecture, fully_connected, make_network
+from dualfluence.apps.compare._removals import Removals
+from dualfluence.apps.compare._timing import median_seconds
 from dualfluence.apps.paper._results import write_json
 from dualfluence.solvers import _auto
 
 
-def median_seconds(fn, repeats=7):
-    time_calls(fn, 1)  # compiles
-    return float(np.median(time_calls(fn, repeats)[1]))
-
-
 def bench_removals(points):
     data = dfl.datasets.load("mnist-small")
-    case = Comparison(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
+    case = Removals(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
     results = {}
     for percent in (10, 50, 70, 90):
         edit = dfl.Remove(case.indices(percent))
