@@ -30,37 +30,31 @@ def write_json(path, results):
     path.write_text(json.dumps(results, indent=2) + "\n")
 
 
-def median_seconds(fn, repeats=7):
-    from dualfluence.apps.compare._kit import time_calls
-
-    time_calls(fn, 1)  # compiles
-    return float(np.median(time_calls(fn, repeats)[1]))
-
-
 def bench_removals(points):
     # Not at the top: another checkout, which `--against` runs, may keep them elsewhere.
-    from dualfluence.apps.compare._kit import Comparison, fully_connected
-    from dualfluence.solvers import _auto
+    from dualfluence.apps.compare._networks import fully_connected
+    from dualfluence.apps.compare._removals import Removals
+    from dualfluence.apps.compare._timing import median_seconds
 
     data = dfl.datasets.load("mnist-small")
-    case = Comparison(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
+    case = Removals(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
     results = {}
     for percent in (10, 50, 70, 90):
         edit = dfl.Remove(case.indices(percent))
         found = {}
         for name, limit in (("whole", 10**9), ("block", 1024)):
-            _auto.GATHER_SIZE = limit
-            found[f"{name}, solver"] = case.fitted.edit(edit, progress=False).stats.solver
+            options = {"solver": dfl.Auto(gather_size=limit), "progress": False}
+            found[f"{name}, solver"] = case.fitted.edit(edit, **options).stats.solver
             found[f"{name}, seconds"] = median_seconds(
-                lambda edit=edit: case.fitted.edit(edit, progress=False).state.alpha
+                lambda edit=edit, options=options: case.fitted.edit(edit, **options).state.alpha
             )
         results[f"{percent} %"] = found
     return results
 
 
 def bench_read_outs(images, channels):
-    from dualfluence.apps.paper._common import make_network
-    from dualfluence.apps.paper._config import Architecture
+    from dualfluence.apps.compare._networks import Architecture, make_network
+    from dualfluence.apps.compare._timing import median_seconds
 
     net = make_network(Architecture("cnn", 3, channels))
     rng = np.random.default_rng(0)
