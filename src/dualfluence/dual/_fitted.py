@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +31,7 @@ from ..solvers import (
 )
 from ._drift import check_drift, distance_limit, exceeds, follow, told
 from ._fidelity import Fidelity
+from ._file import write_record
 from ._newton import op_diagonal, op_mv
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
@@ -332,6 +334,7 @@ class Fitted(DualModel):
             data.x,
             jax.device_put(np.concatenate([self.data.targets, targets[old:]])),
             np.pad(self.data.sample_weights, (0, new - old)),
+            self.data.purged,
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -360,7 +363,11 @@ class Fitted(DualModel):
         return replace(
             self,
             kernel_op=self.kernel_op.cut(n),
-            state=State(layout.points(self.state.alpha), layout.points(self.state.k_alpha)),
+            state=State(
+                layout.points(self.state.alpha),
+                layout.points(self.state.k_alpha),
+                self.state.drift,
+            ),
             offset=layout.points(self.offset),
             kernel_diagonal=layout.points(self.kernel_diagonal),
             preconditioner=pre,
@@ -371,10 +378,31 @@ class Fitted(DualModel):
         return self.predict(x) - k_alpha
 
     def save(self, path: Any, *, include_kernel: bool = False) -> None:
-        """Write to one `.npz` file without pickle, atomically; see `dualfluence.load`."""
-        from ._io import save  # the file format sits on top of this class
+        """Write to one `.npz` file without pickle, atomically; `dualfluence.load` reads it.
 
-        save(self, path, include_kernel=include_kernel)
+        Rows of removed points are in it unless they were purged. The model itself (a function) is
+        not; `include_kernel` stores `K` as well, so that loading computes nothing.
+        """
+        fitted = self.without_spare_rows()
+        write_record(
+            Path(path),
+            data=self.data,
+            op=fitted.kernel_op,
+            state=fitted.state,
+            offset=fitted.offset,
+            kernel_diagonal=fitted.kernel_diagonal,
+            preconditioner=fitted.preconditioner,
+            reference=self.reference,
+            tangent_params=None if self.reference is None else self.network.params,
+            loss=self.loss,
+            ridge=self.ridge,
+            records={
+                "certificate": self.certificate,
+                "stats": self.stats,
+                "fidelity": self.fidelity,
+            },
+            include_kernel=include_kernel,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,8 +486,8 @@ class Update(DualModel):
     def commit(self) -> Fitted:
         """The updated model as a fit of its own, ready for the next request.
 
-        Removed points stay as rows of weight zero: their positions remain valid and nothing
-        recompiles.
+        Removed points stay as rows of weight zero, in memory and in files: their positions remain
+        valid, nothing recompiles, and `Reweight` can bring them back.
         """
         return replace(
             self.before,

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ...dual._io import write_atomically
+from ..._support.files import write_atomically
 
 # Okabe and Ito's palette, readable with any colour vision.
 COLOURS = {
