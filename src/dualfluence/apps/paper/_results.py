@@ -7,6 +7,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,12 +16,14 @@ from typing import IO, Any
 import jax
 import numpy as np
 
-from ..._support.files import write_atomically
+from ..._support.archive import checking, read_archive, write_archive
+from ..._support.files import FileError, write_atomically
 from ..._version import __version__
 from ._config import Config, as_json
 
 COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 FORMAT = 1
+CACHE = "dualfluence-arrays"
 KEYED = ("percentages", "ridges", "cold", "seeds")
 
 
@@ -57,13 +60,15 @@ class Store:
         """Arrays for `settings`: from the cache, or computed (`anew`: in any case) and cached."""
         name = fingerprint(settings)
         path = self.out / "cache" / f"{name}.npz"
-        if not anew and path.exists() and (self.resume or name in self._fresh):
-            with np.load(path, allow_pickle=False) as file:
-                return [file[f"a{i}"] for i in range(len(file.files))]
+        if not anew and (self.resume or name in self._fresh):
+            # Not there, damaged, or of an earlier version: computed again.
+            with suppress(FileError):
+                _, found = read_archive(path, CACHE, FORMAT)
+                return [found[f"a{i}"] for i in range(len(found))]
         self.check_budget()
         values = [np.asarray(value) for value in compute()]
         named = {f"a{i}": value for i, value in enumerate(values)}
-        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **named))
+        write_archive(path, {"format": CACHE, "version": FORMAT}, named)
         self._fresh.add(name)
         return values
 
@@ -103,7 +108,7 @@ class Run:
             return None
         try:
             found = json.loads(path.read_text())
-        except ValueError:  # damaged from outside: computed again
+        except (OSError, ValueError, RecursionError):  # damaged from outside: computed again
             return None
         known = isinstance(found, dict) and found.get("fingerprint") == self._fingerprint
         return found if known and {"seconds", "device", "values"} <= found.keys() else None
@@ -137,7 +142,10 @@ class Run:
 def read_results(out: Path, name: str) -> dict[str, Any] | None:
     """What `Run.finish` wrote, or `None`."""
     path = out / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    with checking(path):
+        return json.loads(path.read_text())
 
 
 def write_json(path: Path, value: Any) -> None:
