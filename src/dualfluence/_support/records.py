@@ -40,7 +40,7 @@ def _typed(hint: Any, value: Any, what: str) -> Any:
         (hint,) = (each for each in get_args(hint) if each is not type(None))
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_typed(get_args(hint)[0], item, what) for item in value)
-    if hint is float and type(value) in (int, float):
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if hint in (int, bool, str) and type(value) is hint:
         return value

@@ -296,7 +296,7 @@ def _header(
 
 def _check_count(name: str, value: Any) -> None:
     whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if value is not None and not (whole and value >= 1):
+    if value is not None and not (whole and int(value) >= 1):
         raise ValueError(f"store: {name} must be a whole number, at least 1, got {value!r}.")
 
 
