@@ -411,6 +411,9 @@ def test_a_loss_with_a_class_of_its_own_comes_back(tmp_path):
         def grad(self, outputs, targets):
             return 2 * self.inner.grad(outputs, targets)
 
+        def grad_noise(self, *args):
+            return 2 * self.inner.grad_noise(*args)
+
         def hess_factor(self, outputs, targets, weights):
             return self.inner.hess_factor(outputs, targets, 2 * weights)
 
