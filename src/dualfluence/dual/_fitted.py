@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,7 @@ from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
 from ..problem._objective import Problem, State, make_problem
 from ..solvers import (
+    CG,
     AbstractDualSolver,
     AbstractPreconditioner,
     Auto,
@@ -30,9 +32,12 @@ from ..solvers import (
 )
 from ._drift import check_drift, distance_limit, exceeds, follow, told
 from ._fidelity import Fidelity
+from ._file import write_record
 from ._newton import op_diagonal, op_mv
+from ._purge import check_settled, purged_data, purged_operator, purged_source, stand_ins
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
+from ._setup import make_preconditioner
 from ._show import show_fitted, show_update
 from ._train import (
     MAX_STEPS,
@@ -332,6 +337,7 @@ class Fitted(DualModel):
             data.x,
             jax.device_put(np.concatenate([self.data.targets, targets[old:]])),
             np.pad(self.data.sample_weights, (0, new - old)),
+            self.data.purged,
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -360,7 +366,11 @@ class Fitted(DualModel):
         return replace(
             self,
             kernel_op=self.kernel_op.cut(n),
-            state=State(layout.points(self.state.alpha), layout.points(self.state.k_alpha)),
+            state=State(
+                layout.points(self.state.alpha),
+                layout.points(self.state.k_alpha),
+                self.state.drift,
+            ),
             offset=layout.points(self.offset),
             kernel_diagonal=layout.points(self.kernel_diagonal),
             preconditioner=pre,
@@ -370,11 +380,74 @@ class Fitted(DualModel):
         """`f − Kα` at new points: the base outputs, or the trained network's less its dual part."""
         return self.predict(x) - k_alpha
 
-    def save(self, path: Any, *, include_kernel: bool = False) -> None:
-        """Write to one `.npz` file without pickle, atomically; see `dualfluence.load`."""
-        from ._io import save  # the file format sits on top of this class
+    def purge(self) -> "Fitted":
+        """The same model without the rows of its removed points: features, targets and kernel entries.
 
-        save(self, path, include_kernel=include_kernel)
+        `Remove` and `commit` take away a point's weight and its effect, not its row. This overwrites
+        every row of weight zero by a copy of a point that stays (weight zero, `α = 0`), in memory and
+        hence in files saved later; the preconditioner is sketched anew. Positions keep their
+        meaning, later requests give the same answers, and no edit can bring a purged point back.
+
+        Not reached are other objects that hold the row: this one, updates and fits before it, your own
+        arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a mesh and a
+        removed landmark of a low-rank model are refused. Makes a copy of a `K` in memory.
+
+        For `from_trained`, the reference becomes the parameters as they are now: `params()` is
+        unchanged, and linearised predictions start from the network there. Those parameters were
+        trained on the removed points; they are as free of them as the edit made them, no more.
+        """
+        gone = np.flatnonzero(self.data.sample_weights == 0)
+        if gone.size == 0:
+            return self
+        base, rows = self.without_spare_rows(), stand_ins(self.data)
+        data = purged_data(self.data, rows)
+        op = purged_operator(base.kernel_op, data.x, rows)
+        source = purged_source(self.source, self.data, data)
+        check_settled(base.state.alpha, base.kernel_diagonal, gone)
+        alpha = jnp.where((data.sample_weights > 0)[:, None], base.state.alpha, 0)
+        reference, pre = self.reference, self.preconditioner
+        if reference is not None:
+            reference = replace(reference, params=self.params(), alpha=alpha)
+        if isinstance(pre, SpectralPreconditioner):
+            pre, _ = make_preconditioner(source, data.x, op, CG(), pre.features.shape[2], None)
+        return replace(
+            self,
+            source=source,
+            data=data,
+            state=State(alpha, op_mv(op, alpha)),
+            reference=reference,
+            kernel_op=op,
+            offset=base.offset[rows],
+            kernel_diagonal=base.kernel_diagonal[rows],
+            preconditioner=pre,
+        )
+
+    def save(self, path: Any, *, include_kernel: bool = False) -> None:
+        """Write to one `.npz` file without pickle, atomically; `dualfluence.load` reads it.
+
+        Rows of removed points are in it unless they were purged. The model itself (a function) is
+        not; `include_kernel` stores `K` as well, so that loading computes nothing.
+        """
+        fitted = self.without_spare_rows()
+        write_record(
+            Path(path),
+            data=self.data,
+            op=fitted.kernel_op,
+            state=fitted.state,
+            offset=fitted.offset,
+            kernel_diagonal=fitted.kernel_diagonal,
+            preconditioner=fitted.preconditioner,
+            reference=self.reference,
+            tangent_params=None if self.reference is None else self.network.params,
+            loss=self.loss,
+            ridge=self.ridge,
+            records={
+                "certificate": self.certificate,
+                "stats": self.stats,
+                "fidelity": self.fidelity,
+            },
+            include_kernel=include_kernel,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -458,8 +531,8 @@ class Update(DualModel):
     def commit(self) -> Fitted:
         """The updated model as a fit of its own, ready for the next request.
 
-        Removed points stay as rows of weight zero: their positions remain valid and nothing
-        recompiles.
+        Removed points stay as rows of weight zero, in memory and in files: their positions remain
+        valid, nothing recompiles, and `Reweight` can bring them back. `purge` makes them go for good.
         """
         return replace(
             self.before,

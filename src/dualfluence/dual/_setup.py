@@ -111,7 +111,7 @@ def prepare(
             f"there are {features.shape[0]} points with {num_outputs}."
         )
     else:
-        _check_same_kernel(source, features, op)
+        check_same_kernel(source, features, op)
     checked = check_kernel(op)
     if base is None:
         base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
@@ -131,7 +131,7 @@ def prepare(
     return Setup(data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note))
 
 
-def _check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
+def check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
     """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
     if isinstance(op, (LowRankOperator, ShardedOperator)) or isinstance(source, ShardedSource):
         return

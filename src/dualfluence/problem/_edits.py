@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
@@ -27,11 +27,13 @@ class TrainingSet:
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
     Removed points keep their row with weight zero: positions never shift and nothing recompiles.
+    `purged` are the positions whose features and targets are gone, so that no edit can bring them back.
     """
 
     x: Array
     targets: Array
     sample_weights: np.ndarray
+    purged: np.ndarray | None = None
 
     @property
     def num_points(self) -> int:
@@ -165,7 +167,8 @@ def apply_edits(
     loss: AbstractLoss,
     num_outputs: int,
 ) -> TrainingSet:
-    """All edits in order, checked so that some weight is left."""
+    """All edits in order, checked so that some weight is left and nothing purged comes back."""
+    purged = data.purged
     for edit in edits if isinstance(edits, (list, tuple)) else [edits]:
         if not isinstance(edit, AbstractEdit):
             raise TypeError(
@@ -178,7 +181,15 @@ def apply_edits(
             "edit: every point has been removed or has weight zero; the mean loss over nothing is "
             "not defined. Keep at least one point."
         )
-    return data
+    if purged is None:
+        return data
+    back = purged[data.sample_weights[purged] > 0]
+    if back.size:
+        raise ValueError(
+            f"edit: point {int(back[0])} was purged: its features and target are gone. Use Add to "
+            "bring it in again."
+        )
+    return replace(data, purged=purged)
 
 
 def _check_weights(name: str, weights: Any, size: int) -> np.ndarray:

@@ -4,18 +4,23 @@ import hashlib
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 import numpy as np
 
-from ..._support.files import write_atomically
+from ..._support.archive import checking, read_archive, write_archive
+from ..._support.files import FileError, write_atomically
 from ..compare._machine import commit, device_name, environment
 from ._config import Config, as_json
 
 FORMAT = 1
 """Version of the results files."""
+
+CACHE = "dualfluence-arrays"
+"""What the caches of a run say they are."""
 
 KEYED = ("percentages", "ridges", "cold", "seeds")
 """Settings that only say which pieces are wanted: a resumed run may ask for others."""
@@ -54,13 +59,15 @@ class ResultsFolder:
         """Arrays for `settings`: from the cache, or computed (`anew`: in any case) and cached."""
         name = fingerprint(settings)
         path = self.out / "cache" / f"{name}.npz"
-        if not anew and path.exists() and (self.resume or name in self._fresh):
-            with np.load(path, allow_pickle=False) as file:
-                return [file[f"a{i}"] for i in range(len(file.files))]
+        if not anew and (self.resume or name in self._fresh):
+            # Not there, damaged, or of an earlier version: computed again.
+            with suppress(FileError):
+                _, found = read_archive(path, CACHE, FORMAT)
+                return [found[f"a{i}"] for i in range(len(found))]
         self.check_budget()
         values = [np.asarray(value) for value in compute()]
         named = {f"a{i}": value for i, value in enumerate(values)}
-        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **named))
+        write_archive(path, {"format": CACHE, "version": FORMAT}, named)
         self._fresh.add(name)
         return values
 
@@ -102,7 +109,7 @@ class Run:
             return None
         try:
             found = json.loads(path.read_text())
-        except ValueError:  # damaged from outside: computed again
+        except (OSError, ValueError, RecursionError):  # damaged from outside: computed again
             return None
         known = isinstance(found, dict) and found.get("fingerprint") == self._fingerprint
         return found if known and {"seconds", "device", "values"} <= found.keys() else None
@@ -136,7 +143,10 @@ class Run:
 def read_results(out: Path, name: str) -> dict[str, Any] | None:
     """What `Run.finish` wrote, or `None`."""
     path = out / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    with checking(path):
+        return json.loads(path.read_text())
 
 
 def write_json(path: Path, value: Any) -> None:
