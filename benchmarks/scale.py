@@ -1,19 +1,27 @@
-"""Preconditioner, refinement and bandwidth at λ = 1e-4 on MNIST; writes JSON.
+"""Preconditioner, refinement, bandwidth and memory on MNIST; writes JSON.
 
     python benchmarks/scale.py                                     # minutes on a laptop
     python benchmarks/scale.py --points 2000 --width 1024 --out precision.json   # n·c = 20,000
     python benchmarks/scale.py --points 10000 --width 1024 --only large --ridge 1e-2 --out large.json
+    python benchmarks/scale.py --points 10000 --width 1024 --only memory --ridge 1e-2 --out memory.json
 
 `large` builds the kernel of 784-w-w-w-10, fits it, removes a tenth with parameters, and compares the
 bandwidth of products with K to that of a copy measured in the same run.
+
+`memory` does the same for every form of K, each in a process of its own under JAX's default settings,
+and sets the peak that the allocator saw beside K and beside what `plan` predicts.
 """
 
 import argparse
 import json
 import platform
+import subprocess
+import sys
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 
@@ -23,6 +31,8 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 import dualfluence as dfl  # noqa: E402
+from dualfluence._plan import DEFAULT_RANK  # noqa: E402
+from dualfluence.apps.bench._core import peak_memory  # noqa: E402
 from dualfluence.apps.paper._results import write_json  # noqa: E402
 from dualfluence.dual._newton import op_mv  # noqa: E402
 from dualfluence.infinite import Dense, Relu, serial  # noqa: E402
@@ -129,21 +139,157 @@ def bench_large(model, x, y, options, removed, copy_bytes):
     }
 
 
+FORMS = {
+    "dense": 1.0,
+    "kronecker": 3.0,
+    "matrix-free": 1.0,
+    "low-rank": 1.0,
+    "stored": 0.06,
+}
+"""Forms of K, and the points of each as a share of `--points`: what makes a run of seconds."""
+
+
+def peak_bytes():
+    """The most that the device has held since the process began; of a CPU, the process itself."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+
+
+def load_or_draw(count, data_dir):
+    """MNIST, or where it is not at hand, noise of the same shape: memory is the same."""
+    try:
+        return *load_points(count, data_dir), "MNIST"
+    except Exception as error:  # no network, no files: whatever it is, the run goes on and says so
+        rng = np.random.default_rng(0)
+        x = jnp.asarray(rng.uniform(size=(count, 784)), jnp.float32)
+        return x, rng.integers(0, 10, count).astype(np.int32), f"noise ({type(error).__name__})"
+
+
+def make_form(form, args, x, folder):
+    """The model and what `fit` and `kernel_operator` are told."""
+    if form in ("kronecker", "stored"):
+        dense = partial(Dense, W_std=2.0, b_std=0.1)
+        model = serial(*[dense(), Relu()] * 3, dense())
+    else:
+        model = make_model(args.width)
+    if form == "stored":
+        store = dfl.store.build(model, np.asarray(x), folder, num_outputs=10, progress=False)
+        return model, store.operator()
+    if form == "low-rank":
+        model = dfl.low_rank(model, x, args.rank)
+        return model, None
+    kind = {"form": form} if form in ("dense", "matrix-free") else {"num_outputs": 10}
+    return model, dfl.kernel_operator(model, x, progress=False, **kind)
+
+
+def bench_form(form, args):
+    """Seconds and peak of one form: build, fit, removal of a tenth with parameters."""
+    n = int(args.points * FORMS[form])
+    before = peak_bytes()
+    x, y, origin = load_or_draw(n, args.data_dir)
+    device = jax.devices()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        model, op = make_form(form, args, x, folder)
+        jax.block_until_ready(getattr(op, "matrix", ()))
+        build = time.perf_counter() - start
+        options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": args.ridge, "progress": False}
+        options |= {"on_failure": "report", "num_outputs": 10}
+        start = time.perf_counter()
+        fitted = dfl.fit(model, x, y, kernel_op=op, **options)
+        fit = time.perf_counter() - start
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            update = fitted.edit(dfl.Remove(np.arange(0, n, 10)), on_failure="report")
+            has_params = fitted.source.network is not None
+            jax.block_until_ready(update.params() if has_params else update.state.alpha)
+            times.append(time.perf_counter() - start)
+        peak = peak_bytes() - (before if device.platform == "cpu" else 0)
+        held = fitted.kernel_op
+        network = fitted.source.network
+        planned = dfl.plan(
+            n,
+            10,
+            None if network is None else network.num_params,
+            structure="kronecker" if form in ("kronecker", "stored") else "dense",
+            rank=args.rank if form == "low-rank" else DEFAULT_RANK,
+            platform=device.platform,
+        )[form]
+        result = {
+            "points": n,
+            "data": origin,
+            "kernel_bytes": held.num_bytes,
+            "build_seconds": build,
+            "fit_seconds": fit,
+            "remove_with_parameters_seconds": times,
+            "fit": summary(fitted),
+            "remove": summary(update),
+            "features_and_parameters_bytes": x.nbytes + 4 * getattr(network, "num_params", 0),
+            "peak_bytes": peak,
+            "peak_over_kernel": peak / held.num_bytes if held.num_bytes else None,
+            "predicted_peak_bytes": planned.peak_bytes,
+            "predicted_over_measured": planned.peak_bytes / peak,
+        }
+        if form == "dense":
+            analysis = peak_memory(SimpleNamespace(fitted=fitted), np.arange(0, n, 10))
+            result["removal_step_over_kernel"] = analysis["step_over_kernel"]
+    return result
+
+
+def bench_memory(args):
+    """Every form in a process of its own, because the allocator's peak cannot be set back."""
+    results = {}
+    for form in FORMS:
+        command = [
+            sys.executable,
+            __file__,
+            "--points",
+            str(args.points),
+            "--width",
+            str(args.width),
+        ]
+        command += ["--ridge", str(args.ridge), "--rank", str(args.rank), "--form", form]
+        command += ["--data-dir", args.data_dir] if args.data_dir else []
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            results[form] = {"error": done.stderr[-2000:]}
+            print(f"{form}: failed\n{done.stderr[-2000:]}", flush=True)
+            continue
+        found = results[form] = json.loads(done.stdout.splitlines()[-1])
+        ratio = found["peak_over_kernel"]
+        print(
+            f"{form:<12} n = {found['points']:<6} build {found['build_seconds']:6.2f} s, fit "
+            f"{found['fit_seconds']:6.2f} s, removal {min(found['remove_with_parameters_seconds']):.3f} s, "
+            f"peak {found['peak_bytes'] / 1e9:.2f} GB{f' = {ratio:.2f} K' if ratio else ''}, predicted "
+            f"{found['predicted_over_measured']:.2f} of that"
+            + (f"; removal {found['removal_step_over_kernel']:.3f} K" if form == "dense" else ""),
+            flush=True,
+        )
+    return results
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--ridge", type=float, default=1e-4)
     parser.add_argument("--rank", type=int, default=400)
-    parser.add_argument("--only", choices=["precision", "large", "all"], default="all")
+    parser.add_argument("--only", choices=["precision", "large", "memory", "all"], default="all")
+    parser.add_argument(
+        "--form", choices=FORMS, help=argparse.SUPPRESS
+    )  # one form, in this process
     parser.add_argument("--data-dir")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    x, y = load_points(args.points, args.data_dir)
-    model = make_model(args.width)
-    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": args.ridge, "on_failure": "report"}
-    options |= {"solver": dfl.CG(max_steps=4000)}
-    removed = np.arange(0, args.points, 10)
+    if args.form:
+        print(json.dumps(bench_form(args.form, args)))
+        return
+    # Before this process takes its share of the device.
+    memory = bench_memory(args) if args.only in ("memory", "all") else None
     device = jax.devices()[0]
     results = {
         "device": f"{device.platform} {device.device_kind}",
@@ -154,6 +300,21 @@ def main():
         "width": args.width,
         "ridge": args.ridge,
     }
+    if memory is not None:
+        results["memory"] = memory
+    if args.only != "memory":
+        bench_large_and_precise(args, results)
+    print(json.dumps(results, indent=2))
+    if args.out:
+        write_json(args.out, results)
+
+
+def bench_large_and_precise(args, results):
+    x, y = load_points(args.points, args.data_dir)
+    model = make_model(args.width)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": args.ridge, "on_failure": "report"}
+    options |= {"solver": dfl.CG(max_steps=4000)}
+    removed = np.arange(0, args.points, 10)
     if args.only in ("precision", "all"):
         rank = min(args.rank, args.points * 10 // 4)
         start = time.perf_counter()
@@ -167,9 +328,6 @@ def main():
     if args.only in ("large", "all"):
         size = min((args.points * 10) ** 2 * 4, 8 * 2**30)
         results["large"] = bench_large(model, x, y, options, removed, size)
-    print(json.dumps(results, indent=2))
-    if args.out:
-        write_json(args.out, results)
 
 
 if __name__ == "__main__":

@@ -2,24 +2,67 @@
 
 Tests compile many small programs and run each once: they compile fast rather than well, here and in
 the processes that tests start.
+
+The suite runs on the CPU. `DUALFLUENCE_TEST_PLATFORM=gpu` runs the numerical tests on an accelerator
+in float64, and those marked `gpu` with them; left out are tests that start processes of their own, of
+commands, files and downloads, and of frameworks, which say nothing about a device (`ON_THE_HOST`).
+Programs are optimised there: what a GPU's compiler does to a convolution is what is tested.
 """
 
 import os
+from pathlib import Path
 
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(
+    int(os.environ.get("DUALFLUENCE_TEST_PLATFORM", "cpu") == "cpu")
+)
 
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
+PLATFORM = os.environ.get("DUALFLUENCE_TEST_PLATFORM", "cpu")
+
 jax.config.update("jax_enable_x64", True)
-jax.config.update("jax_platforms", "cpu")
+if PLATFORM == "cpu":
+    jax.config.update("jax_platforms", "cpu")
 
 install_import_hook("dualfluence", "beartype.beartype")
+
+ON_THE_HOST = (
+    "apps/",
+    "store/",
+    "scale/test_placement.py",
+    "test_cli.py",
+    "test_datasets.py",
+    "test_oracles.py",
+    "kernels/test_empirical_frameworks.py",
+)
+"""Files and folders under tests/ that do not run on an accelerator."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """On an accelerator: numerical tests and those marked `gpu`, whatever `-m` says of the latter."""
+    if PLATFORM == "cpu":
+        return
+    root = Path(__file__).parent
+    names = {item: item.path.relative_to(root).as_posix() for item in items}
+    gone = [item for item in items if names[item].startswith(ON_THE_HOST)]
+    config.hook.pytest_deselected(items=gone)
+    items[:] = [item for item in items if item not in set(gone)]
+
+
+def pytest_configure(config):
+    if PLATFORM != "cpu":
+        if jax.default_backend() == "cpu":
+            raise pytest.UsageError(
+                f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
+            )
+        if config.option.markexpr == "not slow and not gpu":  # the default of pyproject.toml
+            config.option.markexpr = "not slow"
 
 
 @pytest.fixture(autouse=True)
 def quick_compiles():
     """A test that runs longer than it compiles may switch optimisation on for itself."""
     yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", PLATFORM == "cpu")

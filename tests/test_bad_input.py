@@ -66,10 +66,6 @@ def test_edit_options(case):
         case[1].edit(dfl.Remove([1]), steps=0)
     with pytest.raises(ValueError, match="positive distance"):
         case[1].edit(dfl.Remove([1]), until=0.0)
-    with pytest.raises(ValueError, match="exactly one step"):
-        case[1].edit(dfl.Remove([1]), steps=2, solver=dfl.solvers.PaperCG())
-    with pytest.raises(ValueError, match="for Remove alone"):
-        case[1].edit(dfl.Relabel([1], [0]), solver=dfl.solvers.PaperDirect())
 
 
 def _fit(p, **changes):

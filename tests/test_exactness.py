@@ -8,7 +8,7 @@ import cases
 import dualfluence as dfl
 import oracles
 import problems
-from dualfluence.solvers import PaperCG, PaperDirect, PaperFull
+from dualfluence.apps import paper
 
 N, C = 20, 3
 EXACT_SOLVERS = [dfl.Cholesky(), dfl.CG()]
@@ -151,9 +151,10 @@ def test_one_step_is_the_papers_influence_function(loss_name, gone):
     step = oracles.paper_eq1(p.J, p.f0, theta, p.y, keep, p.ridge, loss)
     np.testing.assert_allclose(ours.params() - theta, step, rtol=1e-7, atol=1e-10)
     # Our implementations of the paper's forms; CG stops at its 1e-8.
-    for solver, limit in ((PaperDirect(), 1e-9), (PaperCG(), 1e-6), (PaperFull(), 1e-6)):
-        other = fitted.edit(dfl.Remove(gone), solver=solver)
-        assert cases.relative(other.outputs, ours.outputs) < limit, solver
+    limits = ((paper.PaperDirect(), 1e-9), (paper.PaperCG(), 1e-6), (paper.PaperFull(), 1e-6))
+    for form, limit in limits:
+        other = paper.remove(fitted, dfl.Remove(gone), form=form)
+        assert cases.relative(other.outputs, ours.outputs) < limit, form
     np.testing.assert_allclose(ours.delta_alpha[gone], -alpha[gone], rtol=1e-12)
 
 

@@ -1,6 +1,16 @@
 """Saved states come back, damaged ones are refused, interrupted writes leave nothing."""
 
+import errno
+import fcntl
 import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import tracemalloc
+import zipfile
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +20,9 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.dual import _io
+from dualfluence._support import archive, files
+from dualfluence.dual import _file
+from dualfluence.operators import MatrixFreeOperator, MixedOperator
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +99,10 @@ def test_damaged_files_are_refused(case, tmp_path, damage):
 
 def test_newer_files_are_refused(case, tmp_path, monkeypatch):
     p, fitted = case
-    monkeypatch.setattr(_io, "VERSION", 99)
+    monkeypatch.setattr(_file, "VERSION", 99)
     fitted.save(tmp_path / "a.npz")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="version 99, this release reads up to 1"):
+    with pytest.raises(ValueError, match="version 99, this release reads version 2"):
         dfl.load(tmp_path / "a.npz", cases.model(p))
 
 
@@ -114,7 +126,7 @@ def test_an_interrupted_write_leaves_the_old_file(case, tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        _io.write_atomically(path, broken)
+        files.write_atomically(path, broken)
     assert path.read_bytes() == before
     assert [f.name for f in tmp_path.iterdir()] == ["a.npz"]
 
@@ -123,3 +135,389 @@ def test_missing_file(case, tmp_path):
     p, _ = case
     with pytest.raises(FileNotFoundError, match="no file"):
         dfl.load(tmp_path / "none.npz", cases.model(p))
+
+
+def same(one: dfl.Fitted, other: dfl.Fitted) -> bool:
+    """Whether two states are equal bit by bit, numbers in words included."""
+    pairs = [(one.x, other.x), (one.data.targets, other.data.targets), (one.alpha, other.alpha)]
+    pairs += [(one.data.sample_weights, other.data.sample_weights), (one.outputs, other.outputs)]
+    pairs += [(one.kernel_diagonal, other.kernel_diagonal)]
+    words = (one.ridge, one.stats, one.certificate) == (other.ridge, other.stats, other.certificate)
+    words = words and float(one.state.drift) == float(other.state.drift)
+    return words and all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_every_flipped_byte_is_found_or_changes_nothing(case, tmp_path):
+    p, fitted = case
+    path, model = tmp_path / "a.npz", cases.model(p)
+    fitted.save(path)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(0)
+    # All of the archive's own bookkeeping at the end, the header at the start, and the rest at random.
+    places = [*range(600), *range(len(whole) - 600, len(whole))]
+    places = [*rng.choice(places, 150, replace=False), *rng.integers(0, len(whole), 250)]
+    found = 0
+    for place in places:
+        raw = bytearray(whole)
+        raw[place] ^= int(rng.integers(1, 256))
+        path.write_bytes(raw)
+        try:
+            again = dfl.load(path, model, progress=False)
+        except dfl.FileError:
+            found += 1
+        else:
+            assert same(again, fitted), place
+    assert found > 300  # what is not found are times, versions and attributes of the archive
+
+
+def test_a_file_cut_or_filled_anywhere_is_refused(case, tmp_path):
+    p, fitted = case
+    path, model = tmp_path / "a.npz", cases.model(p)
+    fitted.save(path)
+    whole = path.read_bytes()
+    rng = np.random.default_rng(1)
+    for length in (0, 1, 30, *rng.integers(0, len(whole), 40)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(dfl.FileError):
+            dfl.load(path, model, progress=False)
+        path.write_bytes(whole[:length] + rng.bytes(len(whole) - length))
+        with pytest.raises(dfl.FileError):
+            dfl.load(path, model, progress=False)
+
+
+def bomb_compressed(path):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name in ("meta.npy", "alpha.npy"):
+            with file.open(name, "w") as member:
+                np.lib.format.write_array_header_1_0(
+                    member, {"descr": "|u1", "fortran_order": False, "shape": (2**27,)}
+                )
+                for _ in range(128):
+                    member.write(bytes(2**20))
+
+
+def bomb_shape(path):
+    with zipfile.ZipFile(path, "w") as file, file.open("meta.npy", "w") as member:
+        np.lib.format.write_array_header_1_0(
+            member, {"descr": "<f8", "fortran_order": False, "shape": (2**40, 2**21)}
+        )
+        member.write(bytes(80))
+
+
+def bomb_header(path):
+    with zipfile.ZipFile(path, "w") as file, file.open("meta.npy", "w") as member:
+        text = b"[" * 2**25
+        np.lib.format.write_array(member, np.frombuffer(text, np.uint8))
+
+
+def bomb_nested(path):
+    text = np.frombuffer(b"[" * 100_000, np.uint8)
+    np.savez(path, meta=text)
+
+
+def bomb_pickle(path):
+    np.savez(path, meta=np.array([print], dtype=object))
+
+
+@pytest.mark.parametrize(
+    "bomb", [bomb_compressed, bomb_shape, bomb_header, bomb_nested, bomb_pickle]
+)
+def test_bombs_are_refused_before_they_are_read(case, tmp_path, bomb):
+    p, _ = case
+    path = tmp_path / "a.npz"
+    bomb(path)
+    tracemalloc.start()
+    with pytest.raises(dfl.FileError):
+        dfl.load(path, cases.model(p))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+def forge(path, change):
+    """A file with every checksum right and one thing wrong."""
+    with np.load(path) as file:
+        arrays = {name: file[name] for name in file.files}
+    header = json.loads(arrays.pop("meta").tobytes())
+    change(header, arrays)
+    kept = {k: v for k, v in header.items() if k not in ("sha256", "dtypes", "checksum")}
+    archive.write_archive(path, kept, arrays)
+
+
+def put(name, value):
+    return lambda header, arrays: arrays.update({name: value(arrays.get(name))})
+
+
+def say(value, *where):
+    def change(header, arrays):
+        *folders, last = where
+        for folder in folders:
+            header = header[folder]
+        header[last] = value
+
+    return change
+
+
+def with_nan(array):
+    array = array.copy()
+    array.reshape(-1)[-1] = np.nan
+    return array
+
+
+FORGERIES = {
+    "alpha nan": put("alpha", with_nan),
+    "offset nan": put("offset", with_nan),
+    "x nan": put("x", with_nan),
+    "targets nan": put("targets", with_nan),
+    "diagonal inf": put("kernel_diagonal", lambda a: a + np.inf),
+    "preconditioner nan": put("preconditioner", with_nan),
+    "weights negative": put("sample_weights", lambda a: -a),
+    "weights zero": put("sample_weights", lambda a: 0 * a),
+    "weights overflow": put("sample_weights", lambda a: a + 1e308),
+    "fewer rows of x": put("x", lambda a: a[:-1]),
+    "fewer rows of targets": put("targets", lambda a: a[:-1]),
+    "fewer rows of alpha": put("alpha", lambda a: a[:-1]),
+    "more rows of offset": put("offset", lambda a: np.concatenate([a, a])),
+    "fewer weights": put("sample_weights", lambda a: a[:-1]),
+    "no points": lambda header, arrays: arrays.update({k: v[:0] for k, v in arrays.items()}),
+    "fewer outputs": put("k_alpha", lambda a: a[:, :1]),
+    "preconditioner of others": put("preconditioner", lambda a: a[:-1]),
+    "kernel of others": put("kernel", lambda a: np.eye(3)),
+    "kernel not its diagonal": put("kernel", lambda a: np.eye(60)),
+    "alpha of integers": put("alpha", lambda a: a.astype(int)),
+    "alpha of halves": put("alpha", lambda a: a.astype(np.float16)),
+    "scalar alpha": put("alpha", lambda a: a[0, 0]),
+    "targets not probabilities": put("targets", lambda a: a + 1),
+    "purged outside": put("purged", lambda a: np.array([99])),
+    "purged present": put("purged", lambda a: np.array([0])),
+    "unknown array": put("extra", lambda a: np.zeros(3)),
+    "half a reference": put("reference_0", lambda a: np.zeros(3)),
+    "missing array": lambda header, arrays: arrays.pop("offset"),
+    "ridge negative": say(-1.0, "ridge"),
+    "ridge nan": say(float("nan"), "ridge"),
+    "ridge text": say("1", "ridge"),
+    "drift negative": say(-1.0, "drift"),
+    "drift nan": say(float("nan"), "drift"),
+    "ridge other": say(0.5, "ridge"),
+    "loss unknown": say("Absolute", "loss", "name"),
+    "loss number": say(3, "loss"),
+    "certificate negative": say(-1.0, "certificate", "gradient_norm"),
+    "certificate nan": say(float("nan"), "certificate", "rounding"),
+    "certificate text": say("0", "certificate", "rounding"),
+    "certificate field": say(0.0, "certificate", "other"),
+    "stats text": say("many", "stats", "steps"),
+    "stats list": say([], "stats"),
+    "fidelity": say({"gradient_norm": 1.0}, "fidelity"),
+    "operator form": say("sparse", "operator", "form"),
+    "operator precision": say("LOW", "operator", "precision"),
+    "operator dtype": say("int8", "operator", "dtype"),
+    "no field": lambda header, arrays: header.pop("stats"),
+    "format": say("other", "format"),
+    "version": say("2", "version"),
+}
+
+
+@pytest.mark.parametrize("what", FORGERIES)
+def test_every_field_is_checked(case, tmp_path, what):
+    p, fitted = case
+    fitted.save(tmp_path / "a.npz")
+    forge(tmp_path / "a.npz", FORGERIES[what])
+    with pytest.raises(dfl.FileError):
+        dfl.load(tmp_path / "a.npz", cases.model(p), progress=False)
+
+
+@pytest.mark.parametrize("name", ["alpha", "k_alpha", "offset", "x"])
+def test_arrays_that_do_not_belong_together_are_refused(case, tmp_path, name):
+    p, fitted = case
+    fitted.save(tmp_path / "a.npz")
+    forge(tmp_path / "a.npz", put(name, lambda a: a[::-1].copy()))
+    with pytest.raises(ValueError, match="not the one that was saved"):
+        dfl.load(tmp_path / "a.npz", cases.model(p), progress=False)
+
+
+def test_a_model_that_cannot_take_the_points_is_a_clear_error(case, tmp_path):
+    _, fitted = case
+    fitted.save(tmp_path / "a.npz")
+    other = dfl.linearize(lambda t, x: x @ t, jnp.zeros((7, 3)))
+    with pytest.raises(ValueError, match="cannot take the stored points"):
+        dfl.load(tmp_path / "a.npz", other)
+
+
+def round_trip(fitted, model, path, **options):
+    fitted.save(path, **options)
+    again = dfl.load(path, model, progress=False)
+    assert same(again, fitted)
+    edit = dfl.Remove([1, 2])
+    want, got = fitted.edit(edit), again.edit(edit)
+    assert got.stats.solver == want.stats.solver
+    np.testing.assert_array_equal(got.delta_alpha, want.delta_alpha)
+    return again
+
+
+@pytest.mark.parametrize("include_kernel", [True, False])
+def test_a_refined_fit_loads_back_refined(tmp_path, include_kernel):
+    p = problems.linear_problem(12, 2, 40, "softmax", ridge=0.05)
+    fitted = cases.fit(p, dtype=jnp.float32, refine=True)
+    model = cases.model(p, jnp.float32)
+    again = round_trip(fitted, model, tmp_path / "a.npz", include_kernel=include_kernel)
+    assert isinstance(again.kernel_op, MixedOperator)
+    assert again.alpha.dtype == jnp.float64
+
+
+def test_the_form_and_the_precision_of_the_kernel_come_back(tmp_path):
+    p, sigma, _ = problems.kronecker_problem(9, 2, 6, "logistic")
+    options = {"loss": dfl.Logistic(), "ridge": 0.1, "progress": False}
+    fitted = dfl.fit(sigma, None, p.y, precision=jax.lax.Precision.HIGH, **options)
+    for include_kernel in (True, False):
+        again = round_trip(fitted, sigma, tmp_path / "a.npz", include_kernel=include_kernel)
+        assert again.kernel_op.precision == jax.lax.Precision.HIGH
+    fitted = cases.fit(p, form="matrix-free")
+    again = round_trip(fitted, cases.model(p), tmp_path / "b.npz")
+    assert isinstance(again.kernel_op, MatrixFreeOperator)
+    with pytest.raises(ValueError, match="no entries"):
+        fitted.save(tmp_path / "c.npz", include_kernel=True)
+
+
+def test_parameters_in_half_precision_and_functions_among_them_come_back(tmp_path):
+    theta_0 = {
+        "w": jnp.ones((3, 2)),
+        "scale": jnp.asarray([2.0], jnp.bfloat16),
+        "act": jnp.tanh,
+        "steps": 3,
+        "key": jax.random.key(0),
+    }
+    apply = lambda t, x: t["act"](x) @ t["w"] * t["scale"].astype(x.dtype)  # noqa: E731
+    model = dfl.linearize(apply, theta_0)
+    theta = {**theta_0, "w": theta_0["w"] + 0.1, "scale": jnp.asarray([1.5], jnp.bfloat16)}
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 3)), rng.normal(size=(6, 2))
+    fitted = dfl.from_trained(model, theta, x, y, loss=dfl.SquaredError(), ridge=0.1)
+    again = round_trip(fitted, model, tmp_path / "a.npz")
+    assert again.reference.params["act"] is jnp.tanh
+    assert again.reference.params["scale"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(again.predict(x), fitted.predict(x))
+
+
+def test_a_loss_with_a_class_of_its_own_comes_back(tmp_path):
+    class Doubled(dfl.losses.AbstractLoss):
+        inner: dfl.SquaredError = dfl.SquaredError()
+
+        def prepare_targets(self, targets, num_outputs, dtype):
+            return self.inner.prepare_targets(targets, num_outputs, dtype)
+
+        def value(self, outputs, targets):
+            return 2 * self.inner.value(outputs, targets)
+
+        def grad(self, outputs, targets):
+            return 2 * self.inner.grad(outputs, targets)
+
+        def grad_noise(self, *args):
+            return 2 * self.inner.grad_noise(*args)
+
+        def hess_factor(self, outputs, targets, weights):
+            return self.inner.hess_factor(outputs, targets, 2 * weights)
+
+    fitted = dfl.fit(jnp.eye(4), None, np.ones((4, 1)), loss=Doubled(), ridge=1.0)
+    fitted.save(tmp_path / "a.npz")
+    with pytest.raises(ValueError, match="named 'Doubled'"):
+        dfl.load(tmp_path / "a.npz", jnp.eye(4))
+    with pytest.raises(ValueError, match="named 'SquaredError'"):
+        dfl.load(tmp_path / "a.npz", jnp.eye(4), loss=dfl.SquaredError())
+    again = dfl.load(tmp_path / "a.npz", jnp.eye(4), loss=Doubled())
+    assert same(again, fitted)
+
+
+def test_wide_numbers_are_not_narrowed_in_silence(case, tmp_path):
+    p, fitted = case
+    fitted.save(tmp_path / "a.npz")
+    model = cases.model(p)
+    jax.config.update("jax_enable_x64", False)
+    try:
+        with pytest.raises(ValueError, match="32-bit mode"):
+            dfl.load(tmp_path / "a.npz", model)
+    finally:
+        jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (errno.ENOSPC, "disk is full"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "may not write there"),
+    ],
+)
+@pytest.mark.parametrize("where", ["tempfile.mkstemp", "os.fsync", "os.replace"])
+def test_what_the_system_refuses_is_said_in_words(case, tmp_path, monkeypatch, code, words, where):
+    _, fitted = case
+    path = tmp_path / "a.npz"
+    path.write_text("old")
+
+    def refuse(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(where, refuse)
+    with pytest.raises(dfl.FileError, match=words):
+        fitted.save(path)
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [f.name for f in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_a_disk_that_fills_up_leaves_the_old_file(case, tmp_path):
+    """The limit on the size of files stands for a full disk: the write fails halfway."""
+    _, fitted = case
+    path = tmp_path / "a.npz"
+    path.write_text("old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(dfl.FileError, match="larger than"):
+            fitted.save(path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_text() == "old"
+    assert [f.name for f in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_a_folder_or_a_file_in_the_way_is_said_in_words(case, tmp_path):
+    p, fitted = case
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(dfl.FileError, match="not a folder"):
+        fitted.save(tmp_path / "file" / "a.npz")
+    with pytest.raises(dfl.FileError, match="folder"):
+        fitted.save(tmp_path / "folder")
+    with pytest.raises(dfl.FileError):
+        dfl.load(tmp_path / "folder", cases.model(p))
+
+
+def test_temporary_files_of_killed_processes_are_cleaned_and_those_in_use_are_not(case, tmp_path):
+    _, fitted = case
+    stale, used, other = (tmp_path / f".{n}.tmp" for n in ("a.npz.12", "a.npz.34", "b.npz.56"))
+    for file in (stale, used, other):
+        file.write_text("half")
+    with open(used) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        fitted.save(tmp_path / "a.npz")
+    assert {f.name for f in tmp_path.iterdir()} == {"a.npz", used.name, other.name}
+
+
+def test_killed_while_saving_leaves_the_old_file_or_the_new(tmp_path):
+    path = tmp_path / "a.npz"
+    worker = [sys.executable, str(Path(__file__).parent / "save_worker.py"), str(path)]
+    rng = np.random.default_rng()
+    seen = set()
+    for _ in range(3):
+        process = subprocess.Popen(worker, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        time.sleep(rng.uniform(0.05, 0.4))
+        process.kill()
+        process.wait()
+        header, arrays = archive.read_archive(path, "worker", 1)
+        assert (arrays["a"] == header["value"]).all()
+        seen.add(header["value"])
+    assert seen <= {1, 2}
+    files.remove_stale(tmp_path, path.name)
+    assert [f.name for f in tmp_path.iterdir()] == ["a.npz"]

@@ -1,5 +1,6 @@
 """Predictions, changes of outputs and losses, and committing updates."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -40,12 +41,12 @@ def test_delta_loss_is_equations_9_and_13(case, with_ridge):
         loss,
     )
     want = oracles.paper_eq13(*arguments, with_ridge=with_ridge)
-    got = update.delta_loss(p.x_q, p.y_q, include_ridge=with_ridge)
+    got = update.delta_loss(p.x_q, p.y_q, first_order=True, include_ridge=with_ridge)
     np.testing.assert_allclose(got, want, rtol=1e-8)
 
 
 @pytest.mark.parametrize("with_ridge", [True, False])
-def test_reevaluated_delta_loss_is_the_difference_of_losses(case, with_ridge):
+def test_delta_loss_is_the_difference_of_losses(case, with_ridge):
     p, fitted, update = case
 
     def total(theta):
@@ -53,8 +54,35 @@ def test_reevaluated_delta_loss_is_the_difference_of_losses(case, with_ridge):
         return value + (0.5 * p.ridge * theta @ theta if with_ridge else 0)
 
     want = total(np.asarray(update.params())) - total(np.asarray(fitted.params()))
-    got = update.delta_loss(p.x_q, p.y_q, include_ridge=with_ridge, linearised=False)
+    got = update.delta_loss(p.x_q, p.y_q, include_ridge=with_ridge)
     np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-12)
+
+
+def test_delta_loss_of_the_network_itself():
+    rng = np.random.default_rng(0)
+    x, y, x_q, y_q = (rng.normal(size=s) for s in ((12, 4), (12, 2), (5, 4), (5, 2)))
+    model = dfl.linearize(cases.mlp, cases.mlp_params(jax.random.key(0), (4, 6, 2)))
+    fitted = dfl.fit(model, x, y, loss=dfl.SquaredError(), ridge=0.05, progress=False)
+    update = fitted.edit(dfl.Remove([0, 5]))
+    before, after = (np.asarray(cases.mlp(f.params(), x_q)) for f in (fitted, update))
+    value, grad, _ = oracles.squared(before, y_q)
+    want = oracles.squared(after, y_q)[0] - value
+    got = update.delta_loss(x_q, y_q, linearised=False)
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+    got = update.delta_loss(x_q, y_q, linearised=False, first_order=True)
+    np.testing.assert_allclose(got, (grad * (after - before)).sum(1), rtol=1e-9, atol=1e-12)
+    linear = update.delta_loss(x_q, y_q)
+    assert np.abs(want - linear).max() > 1e-3  # the network is not its linearisation
+
+
+def test_an_update_can_be_edited_again(case):
+    _, _, update = case
+    got, want = (
+        update.edit(dfl.Remove([5]), steps=2),
+        update.commit().edit(dfl.Remove([5]), steps=2),
+    )
+    np.testing.assert_array_equal(got.alpha, want.alpha)
+    np.testing.assert_array_equal(np.flatnonzero(got.data.sample_weights == 0), [2, 3, 5, 7])
 
 
 def test_empty_limit_and_removing_all_but_one(case):

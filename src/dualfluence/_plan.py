@@ -1,9 +1,11 @@
 r"""What a kernel costs before it is computed: bytes, products, time, and which form to take."""
 
 import math
+import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +13,15 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from ._support.compile import jit
-from ._support.memory import SHARE, total_memory
+from ._support.memory import (
+    BATCH_BYTES,
+    GRADIENT_BYTES,
+    HARD_SHARE,
+    SHARE,
+    STORED_TILE_BYTES,
+    tile_budget,
+    total_memory,
+)
 from ._support.options import check_choice, check_count, check_positive, maybe
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
@@ -32,10 +42,25 @@ SMALLER_KERNELS = (
     "Use form='matrix-free', a kernel on disk (store.build), low_rank, float32, or more devices "
     "(mesh=...). dualfluence.plan shows what each costs."
 )
-HARD_SHARE = 0.9
-"""Past this share of the memory a kernel that was asked for is refused rather than tried."""
+SKETCH_COPIES = 5
+"""Arrays of the sketch's size alive at once: the features that are kept, and while they are made or
+multiplied with the factor of the loss, a few more."""
 
-DEFAULT_TILE_BYTES = 64 * 2**20
+VECTORS = 24
+"""Arrays of one number per unknown in a Newton step: state, residuals, directions, targets."""
+
+STORED_TILES = 4
+"""Tiles of a stored kernel in memory during a product: read ahead, in use, and converted."""
+
+TILE_COPIES, TILES_PER_SIDE, CUT_ROWS = 6, 5, 2048
+"""Products alive while a tile is summed; a kernel of `CUT_ROWS` rows or more is cut into five tiles a
+side, a smaller one is a tile."""
+
+GRADIENT_COPIES = 1.35
+"""Gradients of a batch of points in the diagonal of a matrix-free kernel: between one and two of each."""
+
+PREDICTED_WITHIN = 2.0
+"""Factor within which the peaks predicted here and those of compiled programs agree (tested)."""
 
 
 class PlanError(ValueError):
@@ -44,15 +69,30 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class Form:
-    """One way to represent `K`: its bytes, and what using it takes."""
+    """One way to represent `K`, and what using it takes.
+
+    - `name`: `"dense"`, `"kronecker"`, `"matrix-free"`, `"low-rank"` or `"stored"`.
+    - `num_bytes`: of `K` in this form, on all devices together or on disk.
+    - `bytes_per_device`: of `K` in the memory of each device.
+    - `work_bytes`: what `fit` and requests hold besides at their fullest, on each device.
+    - `fits`: whether memory (or disk) suffices.
+    - `products`, `seconds`: products with `K`, and the time they take.
+    - `note`: anything else, in words.
+    """
 
     name: str
     num_bytes: int
     bytes_per_device: int
+    work_bytes: int
     fits: bool
     products: int
     seconds: float
     note: str
+
+    @property
+    def peak_bytes(self) -> int:
+        """Memory of each device at its fullest."""
+        return self.bytes_per_device + self.work_bytes
 
 
 @dataclass(frozen=True)
@@ -71,24 +111,25 @@ class Plan:
         """The form of that name, or a `PlanError` with advice if it would not fit."""
         form = self[name]
         if not form.fits:
-            others = [f"{f.name} ({human(f.num_bytes)})" for f in self.forms if f.fits]
+            others = [f"{f.name} ({human(f.peak_bytes)})" for f in self.forms if f.fits]
             advice = ", ".join(others) if others else "fewer points or outputs"
             raise PlanError(
-                f"plan: a {name} kernel takes {human(form.bytes_per_device)} per device, which is "
-                f"more than there is. What fits: {advice}. More devices (mesh=...) share the rows."
+                f"plan: a {name} kernel takes {human(form.bytes_per_device or form.num_bytes)} per "
+                f"device and {human(form.work_bytes)} of work space, which is more than there is. What "
+                f"fits: {advice}. More devices (mesh=...) share the rows."
             )
         return form
 
     def __str__(self) -> str:
-        head = (
-            f"{'form':<12} {'bytes':>10} {'per device':>11} {'fits':>5} {'products':>9} {'time':>9}"
-        )
+        head = f"{'form':<12} {'K':>10} {'per device':>11} {'at peak':>10} {'fits':>5}"
+        head += f" {'products':>9} {'time':>9}"
         lines = [head]
         for f in self.forms:
             mark = "*" if f.name == self.chosen else " "
             lines.append(
                 f"{f.name + mark:<12} {human(f.num_bytes):>10} {human(f.bytes_per_device):>11} "
-                f"{'yes' if f.fits else 'no':>5} {f.products:>9} {duration(f.seconds):>9}  {f.note}"
+                f"{human(f.peak_bytes):>10} {'yes' if f.fits else 'no':>5} {f.products:>9} "
+                f"{duration(f.seconds):>9}  {f.note}"
             )
         return "\n".join([*lines, f"* taken: {self.reason}", self.assumptions])
 
@@ -103,13 +144,18 @@ def plan(
     devices: int = 1,
     memory: int | None = None,
     disk: int | None = None,
+    folder: Any = ".",
     rank: int = DEFAULT_RANK,
     tile: int | None = None,
+    activation_bytes: int | None = None,
     platform: str | None = None,
     bandwidth: float | None = None,
     products: int = PRODUCTS,
 ) -> Plan:
     """Bytes, products and time of every form of `K` for `n` points and `c` outputs.
+
+    Peaks agree with those of the compiled programs within a factor of two; they leave out the
+    features `x` and the parameters themselves.
 
     **Arguments:**
 
@@ -117,9 +163,11 @@ def plan(
     - `structure`: `"dense"` for a finite network, `"kronecker"` for an infinitely wide one.
     - `dtype`: of the kernel.
     - `devices`, `memory`: how many, and bytes of each; by default the memory of this machine's.
-    - `disk`: free bytes for a store; not checked by default.
+    - `disk`: free bytes for a store; by default those of the disk that `folder` is on.
     - `rank`: of low-rank kernels and of the preconditioner.
     - `tile`: points per side of a stored tile, as in `store.build`.
+    - `activation_bytes`: of the largest activation of one point, if you know it; by default a guess
+      from `num_params`, which is low for convolutional networks.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by
       default this one, whose speed is measured in a second.
     - `bandwidth`: bytes per second through `K`, if you know them.
@@ -135,61 +183,54 @@ def plan(
             ("products", products),
         )
     )
-    num_params, memory, tile = (
+    num_params, memory, tile, activation_bytes = (
         maybe(check_count, f"plan: {name}", value)
-        for name, value in (("num_params", num_params), ("memory", memory), ("tile", tile))
+        for name, value in (
+            ("num_params", num_params),
+            ("memory", memory),
+            ("tile", tile),
+            ("activation_bytes", activation_bytes),
+        )
     )
     disk = maybe(check_count, "plan: disk", disk, least=0)
     bandwidth = maybe(check_positive, "plan: bandwidth", bandwidth)
     check_choice("plan: structure", structure, ("dense", "kronecker"))
-    try:
-        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.inexact)
-    except (TypeError, ValueError, AttributeError):
-        floating = False
-    if not floating:
-        raise ValueError(
-            f"plan: dtype must be a floating-point one, e.g. 'float32', got {dtype!r}."
-        )
-    size = jnp.dtype(dtype).itemsize
-    memory = total_memory() if memory is None else memory
     maybe(check_choice, "plan: platform", platform, choices=tuple(BANDWIDTH))
+    size = _itemsize(dtype)
+    memory = total_memory() if memory is None else memory
     stream, compute = (
         measure_speed() if platform is None else (BANDWIDTH[platform], COMPUTE[platform])
     )
     stream = bandwidth or stream
     per_point = c if structure == "dense" else 1
-    rows = n + -n % devices
-    sketch = n * c * rank * size
-    held = (rows if devices > 1 else n) * per_point
+    held = (n + -n % devices) * per_point
     share = held // devices * held * size
+    sketch = _sketch_bytes(n, c, rank, size, devices)
 
-    def form(name: str, total: int, each: int, limit: float, seconds: float, note: str) -> Form:
-        fits = each + sketch // devices <= limit
-        return Form(name, total, each, fits, products, seconds, note)
+    def form(name: str, total: int, each: int, work: int, seconds: float, note: str) -> Form:
+        fits = each <= SHARE * memory and each + work <= HARD_SHARE * memory
+        return Form(name, total, each, work, fits, products, seconds, note)
 
-    forms = [
-        form(
-            structure,
-            share * devices,
-            share,
-            SHARE * memory,
-            products * share / stream,
-            f"rows on {devices} devices" if devices > 1 else "one read of K per product",
-        )
-    ]
+    where = f"rows on {devices} devices" if devices > 1 else "one read of K per product"
+    copies = TILE_COPIES if structure == "dense" else 1
+    work = max(_tile_bytes(copies * share, share, held // devices, num_params, size), sketch)
+    forms = [form(structure, share * devices, share, work, products * share / stream, where)]
     stored = stored_bytes(n, per_point, size, tile)
-    room = disk is None or stored <= disk
-    forms.append(
-        Form("stored", stored, 0, room, products, products * stored / DISK_BANDWIDTH, "on disk")
-    )
+    free = shutil.disk_usage(_existing(Path(folder))).free if disk is None else disk
+    tiles = STORED_TILES * (_stored_side(n, per_point, size, tile) * per_point) ** 2 * size
+    note = f"on disk, where {human(free)} are free"
+    on_disk = form("stored", stored, 0, tiles + sketch, products * stored / DISK_BANDWIDTH, note)
+    forms.append(on_disk if stored <= free else replace(on_disk, fits=False))
     if num_params is not None:
         flops = 10.0 * num_params * n * products / devices
-        work = 3 * num_params * size
+        work = _jacobian_bytes(n // devices or 1, c, num_params, size, activation_bytes)
         note = "no K; Jacobian products"
-        forms.append(form("matrix-free", 0, work, SHARE * memory, flops / compute, note))
+        kept = sketch // SKETCH_COPIES
+        forms.append(form("matrix-free", 0, 0, max(work + kept, sketch), flops / compute, note))
     low = n * c * rank * size
     seconds = 2.0 * n * c * rank**2 / compute
-    forms.append(Form("low-rank", low, low, low <= SHARE * memory, 1, seconds, f"rank {rank}"))
+    forms.append(form("low-rank", low, low, 3 * low, seconds, f"rank {rank}"))
+    forms[-1] = replace(forms[-1], products=1)
     chosen, reason = _choose(forms, memory)
     origin = "measured" if platform is None else "assumed"
     return Plan(
@@ -199,8 +240,46 @@ def plan(
         f"{'given' if bandwidth else origin} {stream / 1e9:.0f} GB/s through K, {origin} "
         f"{compute / 1e12:.2g} Tflop/s, assumed {DISK_BANDWIDTH / 1e9:.0f} GB/s from disk; times are "
         f"of the products, not of building K; {human(memory)} per device, of which K may take "
-        f"{SHARE:.0%}",
+        f"{SHARE:.0%} and everything together {HARD_SHARE:.0%}",
     )
+
+
+def _itemsize(dtype: Any) -> int:
+    try:
+        if jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
+            return jnp.dtype(dtype).itemsize
+    except (TypeError, ValueError, AttributeError):
+        pass
+    raise ValueError(f"plan: dtype must be a floating-point one, e.g. 'float32', got {dtype!r}.")
+
+
+def _sketch_bytes(n: int, c: int, rank: int, size: int, devices: int) -> int:
+    """The preconditioner while it is made or used, and the vectors of a Newton step."""
+    unknowns = n * c
+    kept = min(rank, max(1, unknowns // 8))
+    return (SKETCH_COPIES * kept + VECTORS) * unknowns * size // devices
+
+
+def _tile_bytes(products: int, share: int, rows: int, num_params: int | None, size: int) -> int:
+    """Work space of building `K`: products of a tile, and the features of all points if they fit."""
+    products = products // (TILES_PER_SIDE**2 if rows >= CUT_ROWS else 1)
+    features = 3 * rows * math.isqrt(num_params or 1) * size
+    return min(tile_budget(share), products + features)
+
+
+def _jacobian_bytes(n: int, c: int, num_params: int, size: int, activation: int | None) -> int:
+    """Gradients of a batch of points for the diagonal, or a batch's products; the larger one."""
+    points = min(n, max(1, GRADIENT_BYTES // (8 * c * num_params)))
+    gradients = int(GRADIENT_COPIES * points * c * num_params * size)
+    each = size * math.isqrt(num_params) if activation is None else activation
+    batch = 3 * min(n * each, max(BATCH_BYTES, each)) + 3 * num_params * size
+    return max(gradients, batch)
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that there is."""
+    folder = folder.expanduser().resolve()
+    return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 @lru_cache(maxsize=1)
@@ -222,10 +301,15 @@ def measure_speed() -> tuple[float, float]:
 def _choose(forms: list[Form], memory: int) -> tuple[str, str]:
     """What `fit(form="auto")` does: hold K if it fits, else go without it."""
     first = forms[0]
-    budget = human(int(SHARE * memory))
+    each, budget = first.bytes_per_device, int(SHARE * memory)
     if first.fits:
-        return first.name, f"{human(first.bytes_per_device)} per device is within {budget}"
-    over = f"{first.name} takes {human(first.bytes_per_device)} per device, over {budget}"
+        return first.name, f"K of {apart(each, budget)[0]} per device is within {human(budget)}"
+    if each > budget:
+        amount, limit = apart(each, budget)
+        over = f"{first.name} takes {amount} per device, over {limit}"
+    else:
+        amount, limit = apart(first.peak_bytes, int(HARD_SHARE * memory))
+        over = f"{first.name} takes {amount} per device at its peak, over {limit}"
     for other in forms[1:]:
         if other.name == "matrix-free" and other.fits:
             return other.name, over
@@ -234,12 +318,16 @@ def _choose(forms: list[Form], memory: int) -> tuple[str, str]:
 
 def stored_bytes(n: int, per_point: int, size: int, tile: int | None = None) -> int:
     """Bytes of the upper triangle of tiles that `store.build` writes."""
-    side = tile or max(1, math.isqrt(DEFAULT_TILE_BYTES // (per_point**2 * size)))
-    side = min(side, n)
+    side = _stored_side(n, per_point, size, tile)
     full, rest = divmod(n, side)
     widths = [side] * full + ([rest] if rest else [])
     # Σ_{i≤j} w_i w_j = ((Σw)² + Σw²) / 2
     return (n**2 + sum(w**2 for w in widths)) // 2 * per_point**2 * size
+
+
+def _stored_side(n: int, per_point: int, size: int, tile: int | None) -> int:
+    """Points per side of a stored tile."""
+    return min(n, tile or max(1, math.isqrt(STORED_TILE_BYTES // (per_point**2 * size))))
 
 
 def check_fits(
@@ -249,7 +337,7 @@ def check_fits(
     if num_bytes / devices > HARD_SHARE * total_memory():
         raise PlanError(
             f"{call}: {what} takes {human(int(num_bytes / devices))} per device, and there are "
-            f"{human(total_memory())}. {hint}"
+            f"{human(total_memory())}, of which it may take {HARD_SHARE:.0%}. {hint}"
         )
 
 
@@ -281,13 +369,22 @@ def plan_command(
     return 1 if made.chosen == "none" else 0
 
 
-def human(num_bytes: int) -> str:
+def human(num_bytes: int, digits: int = 1) -> str:
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.{digits}f} {unit}"
         value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{value:.{digits}f} TiB"
+
+
+def apart(first: int, second: int) -> tuple[str, str]:
+    """Both in words, with as many digits as it takes to tell them apart."""
+    for digits in range(1, 10):
+        words = human(first, digits), human(second, digits)
+        if words[0] != words[1]:
+            return words
+    return f"{first} B", f"{second} B"
 
 
 def duration(seconds: float) -> str:

@@ -74,8 +74,8 @@ def solve_bytes(n, c, solver):
 
 
 def test_memory_of_the_solves():
-    # The factors, c + 1 kernels, once more in the layout of the solver, and a few of scratch.
-    assert solve_bytes(300, 10, Cholesky()) < 2 * 11 + 6
+    # The factors, c + 1 kernels, and a few of scratch: no factor is held twice, on any device.
+    assert solve_bytes(300, 10, Cholesky()) < 11 + 6
     assert solve_bytes(300, 10, CG()) < 2
 
 
@@ -88,4 +88,4 @@ def test_cholesky_and_cg_agree_on_two_thousand_points():
     gone = dfl.Remove(np.arange(0, 2000, 10))
     edits = [fitted.edit(gone, solver=s, rtol=1e-12) for s in (Cholesky(), CG())]
     assert cases.relative(edits[0].delta_alpha, edits[1].delta_alpha) < 1e-8
-    assert solve_bytes(2000, 10, Cholesky()) < 2 * 11 + 6
+    assert solve_bytes(2000, 10, Cholesky()) < 11 + 6

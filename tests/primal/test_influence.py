@@ -1,5 +1,7 @@
 """Parameter-space influence against dense oracles, the dual step and the network's own Hessian."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,10 +142,13 @@ def test_read_out_against_oracles(loss_name):
     args = (case.x_q, case.y_q)
     ridge_first_order = case.ridge * theta @ delta
     for got, want in (
-        (update.delta_loss(*args), first_order),
-        (update.delta_loss(*args, include_ridge=True), first_order + ridge_first_order),
-        (update.delta_loss(*args, linearised=False), change),
-        (update.delta_loss(*args, include_ridge=True, linearised=False), change + squares),
+        (update.delta_loss(*args, first_order=True), first_order),
+        (
+            update.delta_loss(*args, first_order=True, include_ridge=True),
+            first_order + ridge_first_order,
+        ),
+        (update.delta_loss(*args), change),
+        (update.delta_loss(*args, include_ridge=True), change + squares),
     ):
         np.testing.assert_allclose(got, want, **exact)
 
@@ -249,9 +254,10 @@ def test_network_read_out_by_finite_differences():
     np.testing.assert_allclose(update.delta_outputs(x), slope, rtol=1e-6, atol=1e-9)
     loss, targets = dfl.SoftmaxCrossEntropy(), jax.nn.one_hot(y, 3)
     slope = (loss.value(moved(h), targets) - loss.value(moved(-h), targets)) / (2 * h)
-    np.testing.assert_allclose(update.delta_loss(x, y), slope, rtol=1e-6, atol=1e-9)
+    got = update.delta_loss(x, y, first_order=True)
+    np.testing.assert_allclose(got, slope, rtol=1e-6, atol=1e-9)
     change = loss.value(moved(1.0), targets) - loss.value(moved(0.0), targets)
-    np.testing.assert_allclose(update.delta_loss(x, y, linearised=False), change, rtol=1e-9)
+    np.testing.assert_allclose(update.delta_loss(x, y), change, rtol=1e-9)
 
 
 @pytest.mark.parametrize("loss_name", ["softmax", "logistic"])
@@ -269,8 +275,9 @@ def test_agrees_with_one_dual_step(loss_name):
         assert gap < 1e-8 * primal.delta_norm
         np.testing.assert_allclose(primal.predict(x), dual.predict(x), atol=1e-8)
         np.testing.assert_allclose(primal.delta_outputs(x), dual.delta_outputs(x), atol=1e-8)
-        for ridge in (False, True):
-            got, want = (u.delta_loss(x, y, include_ridge=ridge) for u in (primal, dual))
+        for first_order, ridge in itertools.product((False, True), repeat=2):
+            reading = {"first_order": first_order, "include_ridge": ridge}
+            got, want = (u.delta_loss(x, y, **reading) for u in (primal, dual))
             np.testing.assert_allclose(got, want, atol=1e-8)
 
 

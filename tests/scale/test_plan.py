@@ -1,11 +1,15 @@
 """The plan's bytes are the bytes that are used, and what cannot fit is refused with advice."""
 
+import shutil
+import tracemalloc
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from measured import compiled_peaks
 
 import dualfluence as dfl
-from dualfluence._plan import plan_command
+from dualfluence._plan import PREDICTED_WITHIN, plan_command
 from dualfluence.operators import DenseOperator, KroneckerOperator, LowRankOperator
 
 GIB = 2**30
@@ -85,3 +89,97 @@ def test_times_follow_the_speed_of_this_machine_or_of_another():
     np.testing.assert_allclose(given["dense"].seconds, 10 * 4000**2 * 4 / 1e9)
     with pytest.raises(ValueError, match="platform"):
         dfl.plan(10, platform="abacus")
+
+
+NET = dfl.infinite.serial(dfl.infinite.Dense(), dfl.infinite.Relu(), dfl.infinite.Dense())
+
+
+def network(params, x):
+    return jnp.tanh(jnp.tanh(x @ params[0]) @ params[1]) @ params[2]
+
+
+def measure(form, n, c, width, folder):
+    """The largest of a fit's compiled programs, and what a product with a store holds outside them."""
+    rng = np.random.default_rng(0)
+    shapes = ((20, width), (width, width), (width, c))
+    model = dfl.linearize(network, [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes])
+    x, y = rng.normal(size=(n, 20)).astype(np.float32), rng.integers(0, c, n)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.1, "max_steps": 1, "progress": False}
+    options |= {"on_failure": "report", "num_outputs": c}
+    outside = 0
+    with compiled_peaks() as peaks:
+        if form in ("dense", "matrix-free"):
+            dfl.fit(model, x, y, form=form, **options)
+        elif form == "low-rank":
+            dfl.fit(dfl.low_rank(model, x, 200), x, y, **options)
+        elif form == "kronecker":
+            dfl.fit(NET, x, y, solver=dfl.CG(), **options)
+        else:
+            op = dfl.store.build(NET, x, folder, num_outputs=c, progress=False).operator()
+            dfl.fit(NET, x, y, kernel_op=op, **options)
+            tracemalloc.start()
+            op._product(np.zeros((n, c), np.float32))
+            outside = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+    return max(peak for _, peak in peaks) + outside, model.num_params
+
+
+@pytest.mark.parametrize(
+    ("form", "n", "c", "width"),
+    [
+        ("dense", 300, 8, 64),
+        ("matrix-free", 400, 10, 256),
+        ("matrix-free", 1500, 5, 64),
+        ("kronecker", 1500, 4, 8),
+        ("low-rank", 1500, 5, 64),
+        ("stored", 800, 2, 8),
+    ],
+)
+def test_predicted_peaks_are_those_of_the_compiled_programs(form, n, c, width, tmp_path):
+    measured, num_params = measure(form, n, c, width, tmp_path / "k")
+    structure = "kronecker" if form in ("kronecker", "stored") else "dense"
+    made = dfl.plan(n, c, num_params, structure=structure, platform="cpu", memory=64 * GIB)
+    assert measured / PREDICTED_WITHIN <= made[form].peak_bytes <= measured * PREDICTED_WITHIN
+
+
+def test_a_size_and_its_limit_can_be_told_apart():
+    """The kernel of 50,000 points is 9.3132 GiB; 40 % of this memory are 9.3130 GiB."""
+    made = dfl.plan(50_000, memory=24_999_500_000, platform="cpu")
+    first, second = made.reason.removeprefix("dense takes ").split(" per device, over ")
+    assert first != second
+    assert float(first.split()[0]) > float(second.split()[0])
+    assert not made["dense"].fits
+
+
+def test_the_plan_is_what_fit_does(monkeypatch):
+    """At the limit a kernel is held by both, a byte below by neither: one policy."""
+    from dualfluence._support import memory
+    from dualfluence.dual._setup import choose_form
+    from dualfluence.models._sources import as_source
+
+    model = dfl.linearize(lambda p, x: x @ p, jnp.ones((2, 1), jnp.float32))
+    needed = 4000**2 * 4
+    for total, form in ((int(needed / 0.4) + 1, "dense"), (int(needed / 0.4) - 9, "matrix-free")):
+        monkeypatch.setattr(memory, "total_memory", lambda total=total: total)
+        assert dfl.plan(4000, 1, 2, memory=total, platform="cpu").chosen == form
+        assert choose_form(as_source(model), "auto", 4000, 1, jnp.float32)[0] == form
+
+
+def test_a_store_must_fit_on_the_disk_there_is(tmp_path):
+    free = shutil.disk_usage(tmp_path).free
+    points = int((4 * free / 4) ** 0.5)  # twice the disk in the upper triangle
+    folder = tmp_path / "not" / "yet" / "there"
+    made = dfl.plan(points, structure="kronecker", folder=folder, platform="cpu")["stored"]
+    assert made.num_bytes > 1.5 * free
+    assert not made.fits
+    assert "are free" in made.note
+    assert dfl.plan(100, folder=folder, platform="cpu")["stored"].fits
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"memory": -1}, {"disk": -1}, {"num_params": -5}, {"tile": 0}, {"products": 0}, {"n": -3}],
+)
+def test_sizes_that_cannot_be_are_refused(bad):
+    with pytest.raises(ValueError, match=r"plan: \w+ must"):
+        dfl.plan(**{"n": 10, "platform": "cpu", **bad})

@@ -43,7 +43,7 @@ def test_refinement_reaches_1e_6_where_float32_stalls(solver):
 
 
 def test_mixed_product_is_the_float64_product_of_the_stored_entries(monkeypatch):
-    monkeypatch.setattr("dualfluence.operators._mixed.PANEL_BYTES", 8 * 180 * 7)
+    monkeypatch.setattr("dualfluence._support.memory.PANEL_BYTES", 8 * 180 * 7)
     K, _ = problem()
     v = np.random.default_rng(1).normal(size=(60, 3))
     got = MixedOperator(DenseOperator(jnp.asarray(K), 3)).mv(jnp.asarray(v))

@@ -1,32 +1,160 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and plain words where they cannot be."""
 
+import errno
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
+try:
+    import fcntl
+except ImportError:  # Windows: no lock, and temporary files of a killed process stay
+    fcntl = None  # type: ignore[assignment]
+
+REASONS = {
+    errno.ENOSPC: "the disk is full; free some space or give another path",
+    errno.EDQUOT: "the disk quota is used up; free some space or give another path",
+    errno.EFBIG: "the file is larger than this process or file system allows; give another path",
+    errno.EROFS: "the file system is read-only; give another path",
+    errno.EACCES: "you may not write there; give another path or change its permissions",
+    errno.EPERM: "you may not write there; give another path or change its permissions",
+    errno.ENOTDIR: "part of the path is a file, not a folder; give another path",
+    errno.EEXIST: "part of the path is a file, not a folder; give another path",
+    errno.EISDIR: "it is a folder; give the name of a file",
+    errno.ENAMETOOLONG: "the name is too long; give a shorter one",
+    errno.EIO: "the disk is failing; give another path",
+}
+"""What the errors of a system mean to somebody who wanted to write a file."""
+
+TEMPORARY = ".tmp"
+
+
+class FileError(OSError, ValueError):
+    """A file is damaged, foreign or not there, or cannot be written. The message says what to do.
+
+    Both an `OSError` and a `ValueError`, as `io.UnsupportedOperation` is: a bad file is a bad input.
+    """
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """There is no such file."""
+
 
 def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
-    """Write to a temporary name beside `path`, then rename; nothing is left after a failure."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    """Write to a temporary name beside `path`, then rename; nothing is left after a failure.
+
+    Whatever the system refuses is a `FileError`. The temporary file is locked while it is written,
+    so that `remove_stale` can tell one in use from one that a killed process left.
+    """
     try:
-        with os.fdopen(handle, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp is private to the user; the result gets the permissions of an ordinary file.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file, name = _temporary(path)
+        try:
+            with file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+                os.chmod(name, 0o666 & ~_umask())
+                if fcntl is None:
+                    file.close()  # Windows renames closed files only
+                os.replace(name, path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except Exception as error:
+        cause = system_error(error)
+        if cause is None:
+            raise
+        raise FileError(f"cannot write {path}: {in_words(cause)}.") from error
 
 
 def check_writable(path: Path) -> None:
     """Raise, before any work, unless a file can be written at `path`; makes its folder."""
     write_atomically(path.parent / f".{path.name}.probe", lambda file: None)
     (path.parent / f".{path.name}.probe").unlink()
+
+
+def remove_stale(folder: Path, name: str | None = None) -> None:
+    """Delete temporary files (of the file `name`) that a killed process left; those in use stay."""
+    start = "" if name is None else escape(name)
+    for path in folder.glob(f".{start}*{TEMPORARY}"):
+        with suppress(OSError), open(path, "rb") as file:
+            if _try_lock(file):
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path, busy: Callable[[str], Any]) -> Iterator[None]:
+    """Hold the lock file `path`; the system lets go of it when this process ends, however it ends.
+
+    `busy` is called once with the number of the process that holds it, before waiting for that
+    process to finish; it may raise instead.
+    """
+    with open(path, "a+b") as file:
+        with suppress(LocksUnknown):
+            if not _try_lock(file):
+                file.seek(0)
+                busy(file.read(32).decode("ascii", "replace").strip() or "unknown")
+                _try_lock(file, wait=True)
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n".encode())
+        file.flush()
+        yield
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The refusal of the system behind `error`, if there is one.
+
+    Archive writers raise an error of their own when they cannot be closed properly.
+    """
+    while error is not None:
+        if isinstance(error, FileError):
+            return None
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def in_words(error: OSError) -> str:
+    """What the system refused, in words."""
+    return REASONS.get(error.errno or 0, str(error))
+
+
+def _temporary(path: Path) -> tuple[IO[bytes], str]:
+    """A new locked file beside `path`."""
+    while True:
+        handle, name = tempfile.mkstemp(TEMPORARY, f".{path.name}.", path.parent)
+        file = os.fdopen(handle, "wb")
+        with suppress(LocksUnknown):
+            _try_lock(file)
+        # Between the two calls somebody who cleans up may have taken it for a stale one.
+        if os.path.exists(name):
+            return file, name
+        file.close()
+
+
+class LocksUnknown(OSError):
+    """The system or the file system has no locks."""
+
+
+def _try_lock(file: IO[bytes], wait: bool = False) -> bool:
+    if fcntl is None:
+        raise LocksUnknown
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        raise LocksUnknown from error
+    return True
+
+
+def _umask() -> int:
+    """mkstemp is private to the user; the result gets the permissions of an ordinary file."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask

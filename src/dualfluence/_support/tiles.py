@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from .compile import jit
 from .progress import ProgressFn, Ticker
-
-DEFAULT_TILE_BYTES = 256 * 2**20
-"""Working memory of one kernel tile unless told otherwise."""
 
 
 def pad_rows(x: Any, start: int, size: int) -> Array:
@@ -24,12 +22,16 @@ def pad_rows(x: Any, start: int, size: int) -> Array:
     return jnp.concatenate([jnp.asarray(rows), jnp.repeat(jnp.asarray(rows[-1:]), missing, axis=0)])
 
 
-@partial(jax.jit, donate_argnums=0)
-def _put(result: Array, tile: Array, row: Array, col: Array) -> Array:
+@partial(jit, donate_argnums=0, static_argnames="mirrored")
+def _put(result: Array, tile: Array, row: Array, col: Array, mirrored: bool) -> Array:
+    """`tile` written into `result` in place, and its transpose across the diagonal."""
     half = result.ndim // 2
-    zero = jnp.zeros_like(row)
-    start = (row, *[zero] * (half - 1), col, *[zero] * (half - 1))
-    return jax.lax.dynamic_update_slice(result, tile, start)
+    zeros = [jnp.zeros_like(row)] * (half - 1)
+    result = jax.lax.dynamic_update_slice(result, tile, (row, *zeros, col, *zeros))
+    if not mirrored:
+        return result
+    turned = jnp.transpose(tile, (*range(half, 2 * half), *range(half)))
+    return jax.lax.dynamic_update_slice(result, turned, (col, *zeros, row, *zeros))
 
 
 def fill_kernel(
@@ -64,6 +66,8 @@ def fill_kernel(
     n1, n2 = x1.shape[0], right.shape[0]
     half = 1 + len(tail)
     shape = (n1, *tail, n2, *tail)
+    if out == "device" and tile[0] >= n1 and tile[1] >= n2:
+        return _only_tile(block, x1, right, label, progress)
     result: Any = np.empty(shape, dtype) if out == "host" else jnp.empty(shape, dtype)
     starts = [
         (i, j)
@@ -72,25 +76,38 @@ def fill_kernel(
         if not symmetric or j >= i
     ]
 
-    def put(value: Array, i: int, j: int) -> None:
-        nonlocal result
-        if out == "host":
-            idx = (slice(i, i + value.shape[0]), *[slice(None)] * (half - 1))
-            idx += (slice(j, j + value.shape[half]),)
-            result[idx] = np.asarray(value)
-        else:
-            result = _put(result, value, jnp.asarray(i), jnp.asarray(j))
+    def put_on_host(value: np.ndarray, i: int, j: int) -> None:
+        idx = (slice(i, i + value.shape[0]), *[slice(None)] * (half - 1))
+        result[(*idx, slice(j, j + value.shape[half]))] = value
 
     with Ticker(len(starts), label, progress) as ticker:
         for i, j in starts:
             value = block(pad_rows(x1, i, tile[0]), pad_rows(right, j, tile[1]))
             value = jax.lax.slice_in_dim(value, 0, min(tile[0], n1 - i), axis=0)
             value = jax.lax.slice_in_dim(value, 0, min(tile[1], n2 - j), axis=half)
-            put(value, i, j)
-            if symmetric and i != j:
-                order = (*range(half, 2 * half), *range(half))
-                put(jnp.transpose(value, order), j, i)
+            mirrored = symmetric and i != j
+            if out == "device":
+                result = _put(result, value, jnp.asarray(i), jnp.asarray(j), mirrored=mirrored)
+            else:
+                entries = np.asarray(value)
+                put_on_host(entries, i, j)
+                if mirrored:
+                    put_on_host(entries.transpose(*range(half, 2 * half), *range(half)), j, i)
             # Waiting keeps one tile in flight, which is what the byte budget promises.
-            jax.block_until_ready(value)
+            jax.block_until_ready(result)
             ticker.tick()
     return result
+
+
+def _only_tile(
+    block: Callable[[Array, Array], Array],
+    x1: Any,
+    x2: Any,
+    label: str,
+    progress: bool | ProgressFn,
+) -> Array:
+    """A kernel that is one tile, as it comes: copied into a result of its own it would be held twice."""
+    with Ticker(1, label, progress) as ticker:
+        value = jax.block_until_ready(block(jnp.asarray(x1), jnp.asarray(x2)))
+        ticker.tick()
+    return value

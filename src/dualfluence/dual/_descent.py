@@ -37,9 +37,8 @@ from .._support.progress import ProgressFn, Ticker
 from ..losses import AbstractLoss
 from ..models._sources import as_source
 from ..operators import AbstractKernelOperator
-from ..problem._objective import Problem, State
-from ._fitted import make_problem
-from ._newton import Clock
+from ..problem._objective import Problem, State, make_problem
+from ._record import Clock
 from ._setup import prepare
 
 CHUNK = 250

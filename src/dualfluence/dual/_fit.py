@@ -1,11 +1,11 @@
 """Fitting: damped Newton from `α = 0`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
@@ -29,23 +29,13 @@ from ..operators import (
 )
 from ..operators._checks import check_kernel
 from ..operators._layout import Device
-from ..problem._objective import State
 from ..solvers import (
     AbstractDualSolver,
     Auto,
     resolve,
 )
-from ._fitted import (
-    MAX_STEPS,
-    Fitted,
-    OnFailure,
-    check_outcome,
-    default_rtol,
-    default_tolerance,
-    make_problem,
-    make_stats,
-)
-from ._newton import Clock, Tolerances, inspect_jit, minimise, op_diagonal
+from ._fitted import Fitted, Settings
+from ._record import Clock, OnFailure
 from ._setup import (
     check_sketch,
     choose_form,
@@ -55,6 +45,7 @@ from ._setup import (
     prepare,
     with_precision,
 )
+from ._train import MAX_STEPS, Goal, default_tolerance
 
 
 def fit(
@@ -125,51 +116,16 @@ def fit(
     clock = Clock()
     source = place_source(as_source(model), mesh_of(kernel_op) if mesh is None else mesh)
     setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
-    setup = with_precision(setup, loss, y, refine, precision)
-    data, op, offset, notes = setup
-    solver = solver or Auto()
-    picked = resolve(solver, op)
+    data, op, offset, notes = with_precision(setup, loss, y, refine, precision)
+    picked = resolve(solver or Auto(), op)
     preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, rank, key)
-    diagonal = op_diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset, op.layout)
-    zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
-    start = inspect_jit(op, problem, State(zero, zero), diagonal)
-    dtype = offset.dtype
-    limit = default_tolerance(dtype) if tolerance is None else tolerance
-    point, facts = minimise(
-        op,
-        problem,
-        start,
-        diagonal,
-        solver=picked.solver,
-        preconditioner=preconditioner,
-        ridge=float(ridge),
-        rtol=default_rtol(dtype) if rtol is None else rtol,
-        tolerances=Tolerances(None, limit, max_steps),
-        what="fit",
-        progress=progress,
-    )
-    if facts["at_floor"] and not facts["converged"]:
-        facts["converged"] = True
-        notes += (f"stopped at the rounding floor of {dtype}, short of tolerance {limit:.1e}",)
-    facts["products"] += sketched.products
-    notes += sketched.notes
-    stats = make_stats(facts, clock.stop(point), picked.solver.describe(op), picked.reason, notes)
-    check_outcome(stats, on_failure, "fit", facts["certificate"], dtype)
-    return Fitted(
-        source=source,
-        data=data,
-        state=point.state,
-        reference=None,
-        loss=loss,
-        ridge=float(ridge),
-        kernel_op=op,
-        offset=offset,
-        kernel_diagonal=diagonal,
-        preconditioner=preconditioner,
-        certificate=facts["certificate"],
-        stats=stats,
-    )
+    untrained = Fitted.untrained(source, data, loss, float(ridge), op, offset, preconditioner)
+    limit = default_tolerance(offset.dtype) if tolerance is None else tolerance
+    goal = Goal(None, limit, max_steps)
+    settings = Settings("fit", goal, solver or Auto(), rtol, on_failure, progress)
+    update = untrained.run(data, untrained.state, settings, clock, notes + sketched.notes)
+    stats = update.stats._replace(products=update.stats.products + sketched.products)
+    return replace(update.commit(), stats=stats)
 
 
 def kernel_operator(

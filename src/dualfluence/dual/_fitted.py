@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
@@ -15,6 +16,7 @@ from .._support.options import (
     check_count,
     check_flag,
     check_on_failure,
+    check_path,
     check_positive,
     check_progress,
     maybe,
@@ -24,51 +26,52 @@ from ..losses import AbstractLoss
 from ..models._sharded import ShardedSource, spread
 from ..models._sources import AbstractSource, JacobianSource, NetworkSource, make_jacobian
 from ..operators import AbstractKernelOperator
-from ..operators._layout import Device, Layout, as_mesh, on_mesh
+from ..operators._layout import Device, Layout, as_mesh, on_mesh, rows_for
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, TrainingSet, apply_edits, targets_like
-from ..problem._objective import Problem, State
+from ..problem._objective import Problem, State, make_problem
 from ..solvers import (
+    CG,
     AbstractDualSolver,
-    AbstractPaperForm,
     AbstractPreconditioner,
     Auto,
     SpectralPreconditioner,
     resolve,
 )
-from ._newton import (
-    Clock,
-    NotConverged,
-    Point,
-    Stats,
-    StepReport,
-    Tolerances,
-    check_report,
-    influence_step,
-    inspect_jit,
-    minimise,
-    op_diagonal,
-    op_mv,
-)
+from ._drift import check_drift, distance_limit, exceeds, follow, told
+from ._fidelity import Fidelity
+from ._file import write_record
+from ._newton import op_diagonal, op_mv
+from ._purge import check_settled, purged_data, purged_operator, purged_source, stand_ins
 from ._readout import DualModel
+from ._record import Clock, OnFailure, Stats, check_outcome
+from ._setup import make_preconditioner
+from ._show import show_fitted, show_update
+from ._train import (
+    MAX_STEPS,
+    Goal,
+    Machine,
+    default_rtol,
+    default_tolerance,
+    take_one_step,
+    train,
+)
 
-MAX_STEPS = 100
 AUTO = Auto()
-OnFailure = Literal["raise", "report"]
+
+NO_CERTIFICATE = Certificate(float("inf"), 0.0, 0.0, 1.0)
+NO_STATS = Stats(0, 0, 0, False, float("inf"), 0.0, "none", "not trained yet")
 
 
-@dataclass(frozen=True)
-class Fidelity:
-    """How far a network that the user trained is from what the dual equation assumes.
+class Settings(NamedTuple):
+    """How a run is asked for, by whom, and what to do where it fails."""
 
-    - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
-    - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
-    - `output_gap`: root mean square of network minus linearised outputs, over that of the change.
-    """
-
-    gradient_norm: float
-    parameter_gap: float
-    output_gap: float
+    what: str
+    goal: Goal
+    solver: AbstractDualSolver | Auto
+    rtol: float | None
+    on_failure: OnFailure
+    progress: bool | ProgressFn
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,9 +91,42 @@ class Fitted(DualModel):
     stats: Stats
     fidelity: Fidelity | None = None
 
+    def __repr__(self) -> str:
+        return show_fitted(self)
+
+    @classmethod
+    def untrained(
+        cls,
+        source: AbstractSource,
+        data: TrainingSet,
+        loss: AbstractLoss,
+        ridge: float,
+        kernel_op: AbstractKernelOperator,
+        offset: Float[Array, "n c"],
+        preconditioner: AbstractPreconditioner,
+    ) -> "Fitted":
+        """The model at `α = 0`, where `fit` starts."""
+        shape = (data.num_points, offset.shape[1])
+        zero = kernel_op.layout.place(np.zeros(shape, offset.dtype))
+        return cls(
+            source=source,
+            data=data,
+            state=State(zero, zero),
+            reference=None,
+            loss=loss,
+            ridge=ridge,
+            kernel_op=kernel_op,
+            offset=offset,
+            kernel_diagonal=op_diagonal(kernel_op),
+            preconditioner=preconditioner,
+            certificate=NO_CERTIFICATE,
+            stats=NO_STATS,
+        )
+
     @property
     def layout(self) -> Layout:
-        return self.kernel_op.layout
+        """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
+        return self.kernel_op.layout.holding(self.data.num_points)
 
     @property
     def outputs(self) -> Float[Array, "n c"]:
@@ -111,7 +147,8 @@ class Fitted(DualModel):
         *,
         steps: int = 1,
         until: float | None = None,
-        solver: AbstractDualSolver | Auto | AbstractPaperForm | None = None,
+        drift: float | None = None,
+        solver: AbstractDualSolver | Auto | None = None,
         rtol: float | None = None,
         mesh: Mesh | Sequence[Device] | None = None,
         on_failure: OnFailure = "raise",
@@ -126,8 +163,11 @@ class Fitted(DualModel):
 
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
-        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this.
-        - `solver`: `Auto`, `Cholesky`, `CG`, or one of the paper's forms (one step, removal only).
+        - `until`: instead of counting steps, go on until `certificate.distance_bound` is at most this;
+          refused for a model from `from_trained` that has no certificate, or a gap as large.
+        - `drift`: take further steps where `certificate.relative_bound` exceeds this: many edits of one
+          step in a row can otherwise move away from retraining, which `stats.notes` say.
+        - `solver`: `Auto`, `Cholesky` or `CG`.
         - `rtol`: relative residual of the linear solve; by default near the dtype's limit.
         - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
         - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
@@ -135,30 +175,26 @@ class Fitted(DualModel):
         **Returns:** an `Update`.
         """
         steps = check_count("edit: steps", steps)
-        check_solver("edit", solver, (AbstractDualSolver, Auto, AbstractPaperForm))
+        check_solver("edit", solver, (AbstractDualSolver, Auto))
         check_fraction("edit: rtol", rtol)
         until = maybe(check_positive, "edit: until", until, what="distance")
         check_on_failure("edit", on_failure)
         check_progress("edit", progress)
+        check_drift(drift)
+        until = self._remaining(until)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = (self if mesh is None else self.on(mesh))._extended(data, progress)
-        problem = base.problem(data)
-        tol = default_rtol(base.state.alpha.dtype) if rtol is None else rtol
-        if isinstance(solver, AbstractPaperForm):
-            if steps != 1 or until is not None:
-                raise ValueError("edit: the paper's forms take exactly one step.")
-            point, facts = solver.remove(base.kernel_op, base.problem(), problem, base.state)
-            point = inspect_jit(base.kernel_op, problem, point, base.kernel_diagonal)
-            facts["certificate"] = point.norms.certificate(base.ridge)
-            choice, reason = repr(solver), "asked for"
-        else:
-            picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
-            choice, reason = picked.solver.describe(base.kernel_op), picked.reason
-            point, facts = base._newton(problem, picked.solver, steps, until, tol, progress)
-        stats = make_stats(facts, clock.stop(point), choice, reason)
-        check_outcome(stats, on_failure, "edit", facts["certificate"], problem.offset.dtype)
-        return base._updated(data, point, facts["certificate"], stats)
+        goal = Goal(until, None, steps if until is None else MAX_STEPS)
+        settings = Settings("edit", goal, solver or AUTO, rtol, on_failure, progress)
+        update = base.run(data, base.state, settings, clock)
+        if drift is not None and exceeds(update.certificate, drift):
+            limit = self._remaining(distance_limit(update.certificate, drift))
+            settings = settings._replace(goal=Goal(limit, None, MAX_STEPS))
+            update = base.run(data, base.state, settings, clock)
+        asked = until is not None or drift is not None
+        chain = follow(self.stats, update.certificate, met=asked and update.stats.converged)
+        return replace(update, stats=told(update.stats, chain))
 
     def retrain(
         self,
@@ -180,31 +216,10 @@ class Fitted(DualModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
-        picked = resolve(solver or AUTO, base.kernel_op, data.sample_weights)
-        shape = (base.data.num_points, base.num_outputs)
-        zero = base.layout.place(np.zeros(shape, base.offset.dtype))
-        problem = base.problem(data)
-        start = inspect_jit(base.kernel_op, problem, State(zero, zero), base.kernel_diagonal)
-        limit = default_tolerance(zero.dtype) if tolerance is None else tolerance
-        point, facts = minimise(
-            base.kernel_op,
-            problem,
-            start,
-            base.kernel_diagonal,
-            solver=picked.solver,
-            preconditioner=base.preconditioner,
-            ridge=base.ridge,
-            rtol=default_rtol(zero.dtype),
-            tolerances=Tolerances(None, limit, MAX_STEPS),
-            what="retrain",
-            progress=progress,
-        )
-        facts["converged"] = facts["converged"] or facts["at_floor"]
-        stats = make_stats(
-            facts, clock.stop(point), picked.solver.describe(base.kernel_op), picked.reason
-        )
-        check_outcome(stats, on_failure, "retrain", facts["certificate"], zero.dtype)
-        return base._updated(data, point, facts["certificate"], stats)
+        limit = default_tolerance(base.offset.dtype) if tolerance is None else tolerance
+        goal = Goal(None, limit, MAX_STEPS)
+        settings = Settings("retrain", goal, solver or AUTO, None, on_failure, progress)
+        return base.run(data, base._zero(), settings, clock)
 
     def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":
         """The same model with the rows of `K` and of every `(n, c)` array spread over devices.
@@ -218,6 +233,7 @@ class Fitted(DualModel):
                 "mesh=... to use others."
             )
         mesh = as_mesh(mesh)
+        self = self.without_spare_rows()
         layout = on_mesh(self.data.num_points, mesh)
         op, pre = spread(self.kernel_op, layout), self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -254,81 +270,85 @@ class Fitted(DualModel):
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
         return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
 
-    def _updated(
-        self, data: TrainingSet, point: Point, certificate: Certificate, stats: Stats
+    def _zero(self) -> State:
+        """`α = 0`."""
+        shape = (self.data.num_points, self.num_outputs)
+        zero = self.layout.place(np.zeros(shape, self.offset.dtype))
+        return State(zero, zero)
+
+    def run(
+        self,
+        data: TrainingSet,
+        start: State,
+        settings: Settings,
+        clock: Clock,
+        notes: tuple[str, ...] = (),
     ) -> "Update":
+        """Newton steps on `data` from `start`: what `fit`, `edit` and `retrain` have in common."""
+        s, dtype, problem = settings, self.offset.dtype, self.problem(data)
+        rtol = default_rtol(dtype) if s.rtol is None else s.rtol
+        picked = resolve(s.solver, self.kernel_op, self._weights_of_rows(data))
+        machine = Machine(
+            self.kernel_op,
+            self.kernel_diagonal,
+            picked.solver,
+            self.preconditioner,
+            self.ridge,
+            s.what,
+        )
+        if s.goal.counts_steps and s.goal.max_steps == 1:
+            outcome = take_one_step(machine, problem, start, rtol)
+        else:
+            outcome = train(machine, problem, start, s.goal, rtol=rtol, progress=s.progress)
+        # Who names a distance wants that distance; who names nothing, what the dtype can give.
+        reached = outcome.ending == "met" or (s.goal.distance is None and outcome.near_floor)
+        converged = outcome.solved if s.goal.counts_steps else reached
+        stats = outcome.stats(
+            converged,
+            clock.stop(outcome.point),
+            picked.solver.describe(self.kernel_op),
+            picked.reason,
+            notes + outcome.notes(dtype),
+        )
+        check_outcome(stats, s.on_failure, s.what, outcome.certificate, dtype)
         return Update(
             source=self.source,
             data=data,
-            state=point.state,
+            state=outcome.point.state,
             reference=self.reference,
             before=self,
-            certificate=certificate,
+            certificate=self._widened(outcome.certificate),
             stats=stats,
         )
 
-    def _newton(
-        self,
-        problem: Problem,
-        solver: AbstractDualSolver,
-        steps: int,
-        until: float | None,
-        rtol: float,
-        progress: bool | ProgressFn,
-    ) -> tuple[Point, dict[str, Any]]:
-        op, diagonal, pre = self.kernel_op, self.kernel_diagonal, self.preconditioner
-        dtype = self.state.alpha.dtype
-        if steps == 1 and until is None:
-            tol: Any = np.asarray(rtol, dtype)
-            point, packed = influence_step(op, problem, self.state, diagonal, solver, pre, tol)
-            report = StepReport.unpack(packed)
-            check_report(report, dtype, "edit")
-            return point, {
-                "steps": 1,
-                "iterations": report.iterations,
-                "products": report.products + 1,
-                "residual": report.residual,
-                "converged": report.converged,
-                "inner_converged": report.converged,
-                "certificate": report.certificate(self.ridge),
-            }
-        start = inspect_jit(op, problem, self.state, diagonal)
-        tolerances = Tolerances(until, None, steps if until is None else MAX_STEPS)
-        point, facts = minimise(
-            op,
-            problem,
-            start,
-            diagonal,
-            solver=solver,
-            preconditioner=pre,
-            ridge=self.ridge,
-            rtol=rtol,
-            tolerances=tolerances,
-            what="edit",
-            progress=progress,
-            # Who counts steps wants each of them solved; who wants a distance wants it soon.
-            loosest=rtol if until is None else 0.1,
-        )
-        if until is None:
-            facts["converged"] = facts["inner_converged"]
-        return point, facts
-
     def _extended(self, data: TrainingSet, progress: bool | ProgressFn) -> "Fitted":
-        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit."""
-        added = data.num_points - self.data.num_points
-        if added == 0:
+        """Itself with rows for the points that `data` appends: `α = 0`, weight 0 before the edit.
+
+        New points go into spare rows; where there are none, the kernel grows by more than it needs.
+        A mesh gets a border instead.
+        """
+        old, new = self.data.num_points, data.num_points
+        if old == new:
             return self
-        x_new = data.x[-added:]
-        op = self.source.extend(self.kernel_op, self.x, x_new, progress=progress)
-        layout = op.layout
+        x, targets = np.asarray(data.x), np.asarray(data.targets)
+        x_new = jax.device_put(x[old:])
+        on_mesh = self.layout.sharding is not None
+        rows = new if on_mesh else rows_for(new, self.kernel_op.num_points)
+        spare = np.repeat(x[-1:], rows - new, axis=0)
+        op = self.source.extend(
+            self.kernel_op, jax.device_put(np.concatenate([x, spare])), old, new, progress
+        )
+        layout = op.layout.holding(new)
         alpha = layout.grow(self.state.alpha, op.num_points)
         state = State(alpha, op_mv(op, alpha))
-        offset_new = self._offset_at(x_new, layout.points(state.k_alpha)[-added:])
-        offset = jnp.concatenate([self.layout.points(self.offset), offset_new])
+        k_alpha = jax.device_put(np.asarray(layout.points(state.k_alpha))[old:])
+        offset_new = self._offset_at(x_new, k_alpha)
+        offset = np.concatenate([self.layout.points(self.offset), offset_new])
         before = TrainingSet(
             data.x,
-            jnp.concatenate([self.data.targets, data.targets[-added:]]),
-            np.pad(self.data.sample_weights, (0, added)),
+            jax.device_put(np.concatenate([self.data.targets, targets[old:]])),
+            np.pad(self.data.sample_weights, (0, new - old)),
+            self.data.purged,
         )
         pre = self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
@@ -343,15 +363,104 @@ class Fitted(DualModel):
             preconditioner=pre,
         )
 
+    def _weights_of_rows(self, data: TrainingSet) -> np.ndarray:
+        """Sample weights by row: none for spare rows."""
+        return self.layout.expand(data.sample_weights, "zero")
+
+    def without_spare_rows(self) -> "Fitted":
+        """The same model with exactly one row per training point, as a fit from scratch has."""
+        n, layout, pre = self.data.num_points, self.layout, self.preconditioner
+        if layout.sharding is not None or layout.num_rows == n:
+            return self
+        if isinstance(pre, SpectralPreconditioner):
+            pre = SpectralPreconditioner(layout.points(pre.features))
+        return replace(
+            self,
+            kernel_op=self.kernel_op.cut(n),
+            state=State(
+                layout.points(self.state.alpha),
+                layout.points(self.state.k_alpha),
+                self.state.drift,
+            ),
+            offset=layout.points(self.offset),
+            kernel_diagonal=layout.points(self.kernel_diagonal),
+            preconditioner=pre,
+        )
+
     def _offset_at(self, x: Array, k_alpha: Float[Array, "m c"]) -> Float[Array, "m c"]:
         """`f − Kα` at new points: the base outputs, or the trained network's less its dual part."""
         return self.predict(x) - k_alpha
 
-    def save(self, path: Any, *, include_kernel: bool = False) -> None:
-        """Write to one `.npz` file without pickle, atomically; see `dualfluence.load`."""
-        from ._io import save  # the file format sits on top of this class
+    def purge(self) -> "Fitted":
+        """The same model without the rows of its removed points: features, targets and kernel entries.
 
-        save(self, path, include_kernel=include_kernel)
+        `Remove` and `commit` take away a point's weight and its effect, not its row. This overwrites
+        every row of weight zero by a copy of a point that stays (weight zero, `α = 0`), in memory and
+        hence in files saved later; the preconditioner is sketched anew. Positions keep their
+        meaning, later requests give the same answers, and no edit can bring a purged point back.
+
+        Not reached are other objects that hold the row: this one, updates and fits before it, your own
+        arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a mesh and a
+        removed landmark of a low-rank model are refused. Makes a copy of a `K` in memory.
+
+        For `from_trained`, the reference becomes the parameters as they are now: `params()` is
+        unchanged, and linearised predictions start from the network there. Those parameters were
+        trained on the removed points; they are as free of them as the edit made them, no more.
+        """
+        gone = np.flatnonzero(self.data.sample_weights == 0)
+        if gone.size == 0:
+            return self
+        base, rows = self.without_spare_rows(), stand_ins(self.data)
+        data = purged_data(self.data, rows)
+        op = purged_operator(base.kernel_op, data.x, rows)
+        source = purged_source(self.source, self.data, data)
+        check_settled(base.state.alpha, base.kernel_diagonal, gone)
+        alpha = jnp.where((data.sample_weights > 0)[:, None], base.state.alpha, 0)
+        reference, pre = self.reference, self.preconditioner
+        if reference is not None:
+            reference = replace(reference, params=self.params(), alpha=alpha)
+        if isinstance(pre, SpectralPreconditioner):
+            pre, _ = make_preconditioner(source, data.x, op, CG(), pre.features.shape[2], None)
+        return replace(
+            self,
+            source=source,
+            data=data,
+            state=State(alpha, op_mv(op, alpha)),
+            reference=reference,
+            kernel_op=op,
+            offset=base.offset[rows],
+            kernel_diagonal=base.kernel_diagonal[rows],
+            preconditioner=pre,
+        )
+
+    def save(self, path: Any, *, include_kernel: bool = False) -> None:
+        """Write to one `.npz` file without pickle, atomically; `dualfluence.load` reads it.
+
+        Rows of removed points are in it unless they were purged. The model itself (a function) is
+        not; `include_kernel` stores `K` as well, so that loading computes nothing.
+        """
+        path = check_path("save", path)
+        check_flag("save: include_kernel", include_kernel)
+        fitted = self.without_spare_rows()
+        write_record(
+            path,
+            data=self.data,
+            op=fitted.kernel_op,
+            state=fitted.state,
+            offset=fitted.offset,
+            kernel_diagonal=fitted.kernel_diagonal,
+            preconditioner=fitted.preconditioner,
+            reference=self.reference,
+            tangent_params=None if self.reference is None else self.network.params,
+            loss=self.loss,
+            ridge=self.ridge,
+            records={
+                "certificate": self.certificate,
+                "stats": self.stats,
+                "fidelity": self.fidelity,
+            },
+            include_kernel=include_kernel,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,6 +470,9 @@ class Update(DualModel):
     before: Fitted
     certificate: Certificate
     stats: Stats
+
+    def __repr__(self) -> str:
+        return show_update(self)
 
     @property
     def layout(self) -> Layout:
@@ -380,7 +492,7 @@ class Update(DualModel):
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = check_queries(xq, self.x)
         if check_flag("delta_outputs: linearised", linearised):
-            change = self.source.cross_mv(xq, self.x, self.delta_alpha)
+            change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
             return change
         return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
@@ -390,29 +502,34 @@ class Update(DualModel):
         xq: Any,
         targets: Any,
         *,
+        first_order: bool = False,
         include_ridge: bool = False,
         linearised: bool = True,
     ) -> Float[Array, " q"]:
-        r"""Change of the loss at queries, positive where the edit makes it worse.
+        r"""Change of the loss at queries, positive where the edit makes it worse:
 
-        $$\nabla\ell(f_q)\cdot K_{qn}\Delta\alpha \;[+\; \lambda\,\alpha^\top K\Delta\alpha]$$
-
-        (paper, eqs. 9 and 13, for any number of outputs).
+        $$\ell(f_q+\Delta f_q)-\ell(f_q)\qquad\text{or, to first order,}\qquad
+          \nabla\ell(f_q)\cdot\Delta f_q,\qquad \Delta f_q = K_{qn}\Delta\alpha .$$
 
         **Arguments:**
 
-        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, as the paper's estimate does.
-        - `linearised`: `False` evaluates the loss before and after instead of its first-order change.
+        - `first_order`: the paper's estimate (eqs. 9 and 13, for any number of outputs) instead of the
+          loss after less the loss before.
+        - `include_ridge`: add the change of `λ/2‖Jᵀα‖²`, as the paper does, to first order if
+          `first_order`.
+        - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
         """
         xq = check_queries(xq, self.x)
+        check_flag("delta_loss: first_order", first_order)
         check_flag("delta_loss: include_ridge", include_ridge)
         check_flag("delta_loss: linearised", linearised)
         before, loss = self.before, self.before.loss
         y = targets_like("delta_loss", targets, before.data.targets, loss, before.num_outputs)
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
-        f, delta_f = before.predict(xq), self.delta_outputs(xq)
-        if linearised:
+        f = before.predict(xq, linearised=linearised)
+        delta_f = self.delta_outputs(xq, linearised=linearised)
+        if first_order:
             change = jnp.sum(loss.grad(f, y) * delta_f, axis=1)
             ridge_change = jnp.sum(before.state.k_alpha * (self.state.alpha - before.state.alpha))
         else:
@@ -423,11 +540,15 @@ class Update(DualModel):
         check_finite("delta_loss", change, hint=OVERFLOW)
         return change
 
+    def edit(self, edits: AbstractEdit | Sequence[AbstractEdit], **options: Any) -> "Update":
+        """The next edit, on top of this one: `commit().edit(...)`, with the options of `Fitted.edit`."""
+        return self.commit().edit(edits, **options)
+
     def commit(self) -> Fitted:
         """The updated model as a fit of its own, ready for the next request.
 
-        Removed points stay as rows of weight zero: their positions remain valid and nothing
-        recompiles.
+        Removed points stay as rows of weight zero, in memory and in files: their positions remain
+        valid, nothing recompiles, and `Reweight` can bring them back. `purge` makes them go for good.
         """
         return replace(
             self.before,
@@ -442,56 +563,5 @@ def _without_jacobian(source: AbstractSource) -> AbstractSource:
     return NetworkSource(source.model) if isinstance(source, JacobianSource) else source
 
 
-def make_problem(
-    data: TrainingSet,
-    loss: AbstractLoss,
-    ridge: float,
-    offset: Float[Array, "n c"],
-    layout: Layout,
-) -> Problem:
-    """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
-    weights: Any = data.weights.astype(offset.dtype)
-    if layout.sharding is None:
-        # As they are: a compiled function takes arrays of the host faster than device_put does.
-        scalar: Any = np.asarray(ridge, offset.dtype)
-        return Problem(loss, data.targets, weights, scalar, offset)
-    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
-    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset)
-
-
-def make_stats(
-    facts: dict[str, Any], seconds: float, solver: str, reason: str, notes: tuple[str, ...] = ()
-) -> Stats:
-    """The public record of a run."""
-    names = ("steps", "iterations", "products", "converged", "residual")
-    record = {name: facts[name] for name in names}
-    return Stats(**record, seconds=seconds, solver=solver, reason=reason, notes=notes)
-
-
-def default_tolerance(dtype: Any) -> float:
-    """Relative certified distance that a fit aims for."""
-    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
-
-
-def default_rtol(dtype: Any) -> float:
-    """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
-    return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
-
-
 def _square(state: State) -> Float[Array, ""]:
     return jnp.sum(state.alpha * state.k_alpha)
-
-
-def check_outcome(
-    stats: Stats, on_failure: OnFailure, what: str, cert: Certificate, dtype: Any
-) -> None:
-    if stats.converged or on_failure == "report":
-        return
-    floor = cert.rounding / cert.ridge
-    raise NotConverged(
-        f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
-        f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{cert.distance_bound:.3g}, of which rounding in {dtype} accounts for "
-        f"{floor:.3g}. Try float64, a larger ridge, a looser tolerance or more steps, or "
-        "on_failure='report' to get the answer as it is."
-    )

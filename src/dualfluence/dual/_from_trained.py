@@ -8,35 +8,40 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._support.checks import check_finite
+from .._support.compile import filter_jit
 from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
 from .._support.trees import tree_norm
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_params
-from ..models._sources import NetworkSource, pull_back
+from ..models._sources import NetworkSource
 from ..operators._layout import Device
-from ..problem._objective import State
+from ..problem._objective import Problem, State, make_problem
 from ..solvers import (
     Auto,
     resolve,
 )
+from ._fidelity import FAR, Fidelity, Trained, measure, see, warn_if_far
 from ._fitted import (
-    Fidelity,
     Fitted,
-    make_problem,
 )
-from ._newton import Clock, Stats, inspect_jit, op_diagonal, op_mv
-from ._readout import Reference, outputs_at
+from ._newton import inspect_jit, op_diagonal, op_mv
+from ._readout import Reference
+from ._record import Clock, Stats
 from ._setup import (
     check_sketch,
     make_preconditioner,
     place_source,
     prepare,
 )
+
+GAP_ROUNDING = 4.0
+"""Safety factor on the rounding of the gap, in units of eps; doubled, bounds of converged models
+double where that rounding is all there is."""
 
 
 def from_trained(
@@ -48,7 +53,7 @@ def from_trained(
     loss: AbstractLoss,
     ridge: float,
     weights: Any = None,
-    tangent: Literal["initial", "trained"] = "initial",
+    tangent: Literal["initial", "trained"] = "trained",
     linearised: bool = False,
     form: str = "auto",
     mesh: Mesh | Sequence[Device] | None = None,
@@ -59,23 +64,102 @@ def from_trained(
     r"""Take over a network that was trained elsewhere on
     $\sum_i w_i\ell(f_i,y_i)+\frac{\lambda}{2}\|\theta-\theta_0\|^2$.
 
-    Outputs and gradients come from the network itself and `α = −g/λ`, as at a stationary point.
-    Nothing is trained here; how far the network is from stationary and from its linearisation is
-    in `fidelity`. Edits then move `θ` by `JᵀΔα` from the trained parameters.
+    Nothing is trained here. Outputs and gradients come from the network itself, and
+    $\alpha = -g/\lambda$ as at a stationary point. What training left undone is the gap
+    $\gamma = \theta-\theta_0-J^\top\alpha$, so that $\theta = (\theta_0+\gamma)+J^\top\alpha$: the model is
+    exactly stationary for the same objective with its ridge around $\theta_0+\gamma$. Edits move
+    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error and that centre.
+
+    **Linear models** (`linearised=True`, or found linear to rounding). With $f=f_0+J(\theta-\theta_0)$ the
+    gradient of the true objective at any such $\theta$ is
+    $$\nabla L_w = J^\top g+\lambda(\theta-\theta_0) = J^\top\rho+\lambda\gamma,$$
+    so that $\|\theta-\theta^\star\|\le\|J^\top\rho\|/\lambda+\|\gamma\|$, here and after every edit. That is
+    `certificate.distance_bound`, with $\|\gamma\|$ as `certificate.gap`. A model that was never
+    trained has a large gap, not a false promise; `fit` finds the optimum, without a gap.
+
+    **Nonlinear networks** have no certificate: `certificate.certified` is `False`, its bounds are `inf`.
+    `fidelity` says how far the network is from stationary and from its linearisation, and a
+    `FidelityWarning` when that is far.
 
     **Arguments:**
 
     - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards.
     - `trained_params`: `θ`, a pytree like `θ₀`.
-    - `tangent`: Jacobian at `θ₀` (as the paper does) or at `θ`, where `θ − θ₀ = Jᵀα` holds exactly at
-      any stationary point of the nonlinear objective.
-    - `linearised`: the network that was trained is the linearisation itself.
+    - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
+      at `θ₀` (`"initial"`, as the paper does). The same for linear models.
+    - `linearised`: the network that was trained is the linearisation at `θ₀` itself.
     - other arguments: as in `fit`.
     """
-    example = "made by linearize; a kernel has no parameters"
-    check_instance("from_trained: model", model, Linearized, example)
+    _check_trained(model, trained_params, tangent)
+    trained_params = check_params("from_trained: trained_params", model, trained_params)
     linearised = check_flag("from_trained: linearised", linearised)
     rank = check_sketch("from_trained", rank, key)
+    clock = Clock()
+    # A linearisation has the Jacobian at θ₀ everywhere.
+    tangent = "initial" if linearised else tangent
+    at_theta = replace(model, params=trained_params)
+    source = place_source(NetworkSource(at_theta if tangent == "trained" else model), mesh)
+    data, op, _, notes = prepare(source, x, y, loss, ridge, weights, None, form, progress)
+    trained = see(model, trained_params, data.x, linearised)
+    check_finite("from_trained outputs", trained.outputs)
+    w = jnp.asarray(data.weights, trained.outputs.dtype)[:, None]
+    g = w * loss.grad(trained.outputs, data.targets)
+    alpha = -g / float(ridge)
+    placed = op.layout.place(alpha)
+    state = State(placed, op_mv(op, placed))
+    offset = op.layout.place(trained.outputs, "last") - state.k_alpha
+    gap = jax.tree.map(jnp.subtract, trained.change, source.pull_back(data.x, alpha))
+    fidelity = measure(trained, model if linearised else at_theta, g, gap, ridge)
+    diagonal = op_diagonal(op)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout)
+    point = inspect_jit(op, problem, state, diagonal)
+    certificate = point.norms.certificate(float(ridge))
+    left = tree_norm(gap) + _gap_rounding(problem, state, diagonal, trained.size)
+    _check_ridge_in_reach(ridge, offset.dtype, certificate.distance_bound + float(left))
+    certified = linearised or trained.is_linear
+    stationary = _is_stationary(fidelity, ridge, trained)
+    warn_if_far(fidelity, stationary=stationary, certified=certified)
+    reference = Reference(
+        trained_params,
+        op.layout.points(placed),
+        linearised,
+        tangent,
+        float(left),
+        certified,
+    )
+    picked = resolve(Auto(), op)
+    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, rank, key)
+    stats = Stats(
+        steps=0,
+        iterations=0,
+        products=2 + sketched.products,
+        converged=stationary,
+        residual=0.0,
+        seconds=clock.stop(point),
+        solver="none",
+        reason="trained by the user",
+        notes=(*notes, *sketched.notes),
+    )
+    return Fitted(
+        source=source,
+        data=data,
+        state=state,
+        reference=reference,
+        loss=loss,
+        ridge=float(ridge),
+        kernel_op=op,
+        offset=offset,
+        kernel_diagonal=diagonal,
+        preconditioner=preconditioner,
+        certificate=replace(certificate, gap=reference.gap, certified=certified),
+        stats=stats,
+        fidelity=fidelity,
+    )
+
+
+def _check_trained(model: Any, trained_params: PyTree, tangent: Any) -> None:
+    example = "made by linearize; a kernel has no parameters"
+    check_instance("from_trained: model", model, Linearized, example)
     if jax.tree.structure(trained_params) != jax.tree.structure(model.params):
         raise ValueError(
             "from_trained: trained_params must have the tree structure of the parameters given to "
@@ -88,86 +172,29 @@ def from_trained(
                 f"from_trained: trained_params must have the shapes of those given to linearize; one "
                 f"leaf is {np.shape(given)} instead of {np.shape(own)}."
             )
-    trained_params = check_params("from_trained: trained_params", model, trained_params)
-    clock = Clock()
-    tangent_model = replace(model, params=trained_params) if tangent == "trained" else model
-    source = place_source(NetworkSource(tangent_model), mesh)
-    data, op, _, notes = prepare(source, x, y, loss, ridge, weights, None, form, progress)
-    theta, theta_0 = model.split(trained_params)[0], model.split(model.params)[0]
-    change = jax.tree.map(jnp.subtract, theta, theta_0)
-    linear_outputs = outputs_at(model, trained_params, data.x, linearised=True)
-    outputs = outputs_at(model, trained_params, data.x, linearised)
-    check_finite("from_trained outputs", outputs)
-    gradient_model = model if linearised else replace(model, params=trained_params)
-    w = jnp.asarray(data.weights, outputs.dtype)[:, None]
-    g = w * loss.grad(outputs, data.targets)
-    alpha = -g / float(ridge)
-    placed = op.layout.place(alpha)
-    state = State(placed, op_mv(op, placed))
-    offset = op.layout.place(outputs, "last") - state.k_alpha
-    fidelity = _fidelity(
-        model,
-        tangent_model,
-        gradient_model,
-        data.x,
-        g,
-        alpha,
-        change,
-        outputs,
-        linear_outputs,
-        ridge,
-    )
-    diagonal = op_diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset, op.layout)
-    point = inspect_jit(op, problem, state, diagonal)
-    picked = resolve(Auto(), op)
-    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, rank, key)
-    stats = Stats(
-        steps=0,
-        iterations=0,
-        products=2 + sketched.products,
-        converged=True,
-        residual=0.0,
-        seconds=clock.stop(point),
-        solver="none",
-        reason="trained by the user",
-        notes=(*notes, *sketched.notes),
-    )
-    return Fitted(
-        source=source,
-        data=data,
-        state=state,
-        reference=Reference(trained_params, op.layout.points(placed), linearised),
-        loss=loss,
-        ridge=float(ridge),
-        kernel_op=op,
-        offset=offset,
-        kernel_diagonal=diagonal,
-        preconditioner=preconditioner,
-        certificate=point.norms.certificate(float(ridge)),
-        stats=stats,
-        fidelity=fidelity,
-    )
 
 
-def _fidelity(
-    model: Linearized,
-    tangent_model: Linearized,
-    gradient_model: Linearized,
-    x: Array,
-    g: Array,
-    alpha: Array,
-    change: PyTree,
-    outputs: Array,
-    linear_outputs: Array,
-    ridge: float,
-) -> Fidelity:
-    gradient = jax.tree.map(lambda a, b: a + ridge * b, pull_back(gradient_model, x, g), change)
-    gap = jax.tree.map(jnp.subtract, change, pull_back(tangent_model, x, alpha))
-    base = outputs_at(model, model.params, x, linearised=False)
-    moved = float(jnp.linalg.norm(linear_outputs - base))
-    return Fidelity(
-        gradient_norm=float(tree_norm(gradient)),
-        parameter_gap=float(tree_norm(gap)) / max(float(tree_norm(change)), 1e-30),
-        output_gap=float(jnp.linalg.norm(outputs - linear_outputs)) / max(moved, 1e-30),
-    )
+def _check_ridge_in_reach(ridge: float, dtype: Any, distance: float) -> None:
+    """`α = −g/λ` and the norms made of it must be numbers, and `λ` one in the model's dtype."""
+    if ridge < float(jnp.finfo(dtype).tiny) or not np.isfinite(distance):
+        raise ValueError(
+            f"from_trained: α = −g/λ or its norm overflows {dtype} at ridge {ridge:.3g}. Give the ridge "
+            "that the network was trained with; for one trained without, try 1e-4."
+        )
+
+
+@filter_jit
+def _gap_rounding(
+    problem: Problem, state: State, diagonal: Float[Array, "n c"], size: Float[Array, ""]
+) -> Float[Array, ""]:
+    """Rounding of `θ − θ₀ − Jᵀα`, and of the outputs at `θ` carried to the gradient over `λ`."""
+    diagonal = jnp.maximum(diagonal, 0)
+    reach = jnp.sqrt(jnp.sum(diagonal * state.alpha**2))
+    slope = jnp.sqrt(jnp.sum((diagonal * problem.factor(state).hess_diagonal()) ** 2))
+    outputs = slope * size / problem.ridge
+    return GAP_ROUNDING * jnp.finfo(diagonal.dtype).eps * (size + reach + outputs)
+
+
+def _is_stationary(fidelity: Fidelity, ridge: float, trained: Trained) -> bool:
+    """Whether training came near its optimum: `‖∇L‖/λ` is small beside `‖θ − θ₀‖`."""
+    return fidelity.gradient_norm / ridge <= FAR * float(tree_norm(trained.change))

@@ -1,67 +1,77 @@
-"""Save and load a fitted state: one `.npz` file, no pickle, versioned, checksummed, atomic."""
+"""Load a fitted state: nothing in its file is believed before it was checked."""
 
-import hashlib
-import json
-import zipfile
-from pathlib import Path
-from typing import Any
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import Precision
+from jaxtyping import PyTree
 
-from .._support.files import write_atomically
-from .._support.options import check_flag, check_loss, check_path, check_progress
+from .._support.archive import Damaged, checking, read_archive
+from .._support.checks import check_finite, check_ridge
+from .._support.options import check_loss, check_path, check_progress
 from .._support.progress import ProgressFn
-from ..losses import AbstractLoss, Convex, Logistic, SoftmaxCrossEntropy, SquaredError
-from ..models._sources import AbstractSource, NetworkSource, as_source
-from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, MatrixFreeOperator
+from .._support.records import from_plain
+from ..losses import AbstractLoss
+from ..models._sources import FORMS, AbstractSource, NetworkSource, as_source
+from ..operators import (
+    AbstractKernelOperator,
+    DenseOperator,
+    KroneckerOperator,
+    MixedOperator,
+)
 from ..problem._certificate import Certificate
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 from ..solvers import NoPreconditioner, SpectralPreconditioner
-from ._fitted import Fidelity, Fitted
-from ._newton import Stats
+from ._fidelity import Fidelity
+from ._file import (
+    CLOSED_FORMS,
+    FORMAT,
+    VERSION,
+    LossName,
+    OperatorForm,
+    ReferenceForm,
+    is_stored,
+    name_of,
+)
+from ._fitted import Fitted
 from ._readout import Reference
+from ._record import Stats
+from ._setup import KERNEL_SLACK, check_same_kernel, choose_form
 
-FORMAT = "dualfluence-fitted"
-VERSION = 1
 PROBES = 4
-CLOSED_FORMS: dict[str, AbstractLoss] = {
-    "SquaredError": SquaredError(),
-    "SoftmaxCrossEntropy": SoftmaxCrossEntropy(),
-    "Logistic": Logistic(),
-}
+"""Training points at which the model is compared with the file."""
+
+DIAGONAL_SLACK, OUTPUT_SLACK = 1e3, 1e4
+"""How many units in the last place another device may be off; larger, and other models pass."""
+
+REQUIRED = {"x", "targets", "sample_weights", "alpha", "k_alpha", "offset", "kernel_diagonal"}
+OPTIONAL = {"purged", "preconditioner", "reference_alpha", "kernel"}
+LEAF = re.compile(r"(reference|tangent)_\d+")
+"""Leaves of the parameters, by their place in the tree."""
 
 
-def save(fitted: Fitted, path: Any, *, include_kernel: bool = False) -> None:
-    """Write `fitted` to `path` so that `load` restores it beside the same model.
+class Content(NamedTuple):
+    """What a file says, checked as far as it can be without the model."""
 
-    The model itself (a function) is not stored. `include_kernel` stores `K` as well, so that
-    loading computes nothing.
-    """
-    path = check_path("save", path)
-    check_flag("save: include_kernel", include_kernel)
-    arrays = _arrays(fitted)
-    op = fitted.kernel_op
-    if include_kernel:
-        if not isinstance(op, (DenseOperator, KroneckerOperator)):
-            raise ValueError(f"save: a {type(op).__name__} has no entries to store.")
-        arrays["kernel"] = np.asarray(op.matrix)
-    loss = fitted.loss
-    meta = {
-        "format": FORMAT,
-        "version": VERSION,
-        "loss": loss.name if isinstance(loss, Convex) else type(loss).__name__,
-        "ridge": fitted.ridge,
-        "operator": type(op).__name__,
-        "linearised": fitted.reference.linearised if fitted.reference else None,
-        "stats": fitted.stats._asdict(),
-        "fidelity": vars(fitted.fidelity) if fitted.fidelity else None,
-        "sha256": {name: _digest(array) for name, array in arrays.items()},
-    }
-    arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays))
+    arrays: dict[str, np.ndarray]
+    drift: float
+    reference: ReferenceForm | None
+    loss: LossName
+    operator: OperatorForm
+    certificate: Certificate
+    stats: Stats
+    fidelity: Fidelity | None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(n, c)`."""
+        n, c = self.arrays["alpha"].shape
+        return n, c
 
 
 def load(
@@ -69,145 +79,280 @@ def load(
     model: Any,
     *,
     loss: AbstractLoss | None = None,
+    kernel_op: AbstractKernelOperator | None = None,
     progress: bool | ProgressFn = True,
 ) -> Fitted:
-    """Restore what `save` wrote.
+    """Restore what `Fitted.save` wrote.
+
+    A file that is damaged, foreign or makes no sense is a `FileError`: every array and the header
+    carry a SHA-256, sizes are compared before anything is read, and every field is checked. A
+    checksum finds accidents; who can write the file can also write its checksums.
 
     **Arguments:**
 
     - `path`: the file.
-    - `model`: the model it was fitted with, built again; outputs (or kernel entries) at a few
-      training points are compared with the stored ones.
-    - `loss`: needed only for a loss of your own (`Convex`), whose function is not stored.
+    - `model`: the model it was fitted with, built again; its kernel and outputs at a few training
+      points are compared with the stored ones. Leaves of its parameters that are no numbers
+      (functions, random keys) are taken from it.
+    - `loss`: needed only for a loss of your own, whose function is not stored.
+    - `kernel_op`: `K` on the stored points, e.g. `store.build(...).operator()`, instead of
+      computing it again.
     """
     path = check_path("load", path)
     check_progress("load", progress)
     if loss is not None:
         check_loss("load", loss, AbstractLoss)
-    meta, arrays = _read(path)
+    header, arrays = read_archive(path, FORMAT, VERSION)
+    with checking(path):
+        content = _checked(header, arrays)
+    _check_precision(content)
+    own_loss = _loss(content, loss)
+    with checking(path):
+        _check_targets(own_loss, content)
     source = as_source(model)
-    data = TrainingSet(
-        jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"]), arrays["sample_weights"]
-    )
-    c = arrays["alpha"].shape[1]
-    reference = _reference(source, arrays, meta)
-    _check_model(source, data, arrays, reference)
-    op = _operator(source, data, arrays, meta, c, progress)
-    state = State(jnp.asarray(arrays["alpha"]), jnp.asarray(arrays["k_alpha"]))
-    features = arrays.get("preconditioner")
-    return Fitted(
+    reference = _reference(source, content)
+    source = _at_tangent(source, content, reference)
+    fitted = Fitted(
         source=source,
-        data=data,
-        state=state,
+        data=_training_set(arrays),
+        state=_state(content),
         reference=reference,
-        loss=_loss(meta["loss"], loss),
-        ridge=float(meta["ridge"]),
-        kernel_op=op,
+        loss=own_loss,
+        ridge=content.certificate.ridge,
+        kernel_op=_operator(source, content, kernel_op, progress),
         offset=jnp.asarray(arrays["offset"]),
         kernel_diagonal=jnp.asarray(arrays["kernel_diagonal"]),
-        preconditioner=NoPreconditioner()
-        if features is None
-        else SpectralPreconditioner(jnp.asarray(features)),
-        certificate=Certificate(*arrays["certificate"].tolist()),
-        stats=Stats(**{**meta["stats"], "notes": tuple(meta["stats"]["notes"])}),
-        fidelity=Fidelity(**meta["fidelity"]) if meta["fidelity"] else None,
+        preconditioner=SpectralPreconditioner(jnp.asarray(arrays["preconditioner"]))
+        if "preconditioner" in arrays
+        else NoPreconditioner(),
+        certificate=content.certificate,
+        stats=content.stats,
+        fidelity=content.fidelity,
     )
+    _check_outputs(fitted, _slack(content, OUTPUT_SLACK))
+    return fitted
 
 
-def _arrays(fitted: Fitted) -> dict[str, np.ndarray]:
-    cert, points = fitted.certificate, fitted.layout.points
-    arrays = {
-        "x": fitted.data.x,
-        "targets": fitted.data.targets,
-        "sample_weights": fitted.data.sample_weights,
-        "alpha": fitted.alpha,
-        "k_alpha": points(fitted.state.k_alpha),
-        "offset": points(fitted.offset),
-        "kernel_diagonal": points(fitted.kernel_diagonal),
-        "certificate": np.asarray(
-            [cert.gradient_norm, cert.rounding, cert.parameter_norm, cert.ridge]
-        ),
+def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
+    """Every field, or an exception that names the one that is wrong."""
+    fidelity, ridge, drift = header["fidelity"], header["ridge"], header["drift"]
+    trained = header["reference"]
+    content = Content(
+        arrays,
+        drift,
+        None if trained is None else from_plain(ReferenceForm, trained, "reference"),
+        from_plain(LossName, header["loss"], "loss"),
+        from_plain(OperatorForm, header["operator"], "operator"),
+        from_plain(Certificate, header["certificate"], "certificate"),
+        from_plain(Stats, header["stats"], "stats"),
+        None if fidelity is None else from_plain(Fidelity, fidelity, "fidelity"),
+    )
+    if type(ridge) is not float or check_ridge(ridge) != content.certificate.ridge:
+        raise Damaged(f"ridge is {ridge!r}, its certificate's {content.certificate.ridge!r}")
+    if type(drift) is not float or not 0 <= drift < np.inf:
+        raise Damaged(f"its drift is {drift!r}")
+    numbers = [v for v in header["certificate"].values() if type(v) is float]
+    if any(np.isnan(v) or v < 0 for v in numbers):
+        raise Damaged(f"its certificate is {content.certificate}")
+    if not content.loss.own and content.loss.name not in CLOSED_FORMS:
+        raise Damaged(f"it names an unknown loss, {content.loss.name!r}")
+    how = content.operator
+    if how.form not in FORMS or how.precision not in (None, *Precision.__members__):
+        raise Damaged(f"its kernel is {how}")
+    _check_arrays(content)
+    return content
+
+
+def _check_arrays(content: Content) -> None:
+    arrays = content.arrays
+    leaves = {name for name in arrays if LEAF.fullmatch(name)}
+    names, trained = set(arrays) - leaves, "reference_alpha" in arrays
+    if not REQUIRED <= names <= REQUIRED | OPTIONAL or (leaves and not trained):
+        raise Damaged(f"it holds {sorted(arrays)}")
+    if arrays["alpha"].ndim != 2 or not arrays["alpha"].size:
+        raise Damaged(f"alpha has shape {arrays['alpha'].shape}")
+    n, c = content.shape
+    shapes: dict[str, tuple[int, ...]] = {
+        "k_alpha": (n, c),
+        "offset": (n, c),
+        "kernel_diagonal": (n, c),
+        "sample_weights": (n,),
+        "kernel": _kernel_shape(content),
     }
-    if isinstance(fitted.preconditioner, SpectralPreconditioner):
-        arrays["preconditioner"] = points(fitted.preconditioner.features)
-    if fitted.reference is not None:
-        arrays["reference_alpha"] = fitted.reference.alpha
-        for i, leaf in enumerate(jax.tree.leaves(fitted.reference.params)):
-            arrays[f"reference_{i}"] = leaf
-    return {name: np.asarray(array) for name, array in arrays.items()}
+    for name, shape in shapes.items():
+        if name in arrays and arrays[name].shape != shape:
+            raise Damaged(f"{name} has shape {arrays[name].shape}, not {shape}")
+    starts = {"x": (n,), "targets": (n,), "preconditioner": (n, c)}
+    for name, start in starts.items():
+        if name in arrays and arrays[name].shape[: len(start)] != start:
+            raise Damaged(f"{name} has shape {arrays[name].shape} for {n} points")
+    if "preconditioner" in arrays and arrays["preconditioner"].ndim != 3:
+        raise Damaged(f"preconditioner has shape {arrays['preconditioner'].shape}")
+    _check_values(content)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    if not path.exists():
-        raise FileNotFoundError(f"load: there is no file {path}.")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(arrays.pop("meta").tobytes().decode())
-    except (zipfile.BadZipFile, ValueError, KeyError, EOFError, OSError) as error:
+def _kernel_shape(content: Content) -> tuple[int, int]:
+    n, c = content.shape
+    return (n, n) if content.operator.kronecker else (n * c, n * c)
+
+
+def _check_values(content: Content) -> None:
+    arrays, (n, c) = content.arrays, content.shape
+    dtype = arrays["alpha"].dtype
+    for name in ("alpha", "k_alpha", "offset"):
+        if dtype.kind != "f" or arrays[name].dtype != dtype:
+            raise Damaged(f"{name} has dtype {arrays[name].dtype}, alpha has {dtype}")
+    for name in set(arrays) & (REQUIRED | OPTIONAL):
+        check_finite(name, arrays[name])
+    for name in set(arrays) - REQUIRED - OPTIONAL:  # parameters: masks may be infinite
+        if jnp.issubdtype(arrays[name].dtype, jnp.inexact) and np.isnan(arrays[name]).any():
+            raise Damaged(f"{name} is not a number")
+    if jnp.dtype(content.operator.dtype).kind != "f":
+        raise Damaged(f"its kernel has dtype {content.operator.dtype}")
+    weights = arrays["sample_weights"]
+    with np.errstate(over="ignore"):
+        total = weights.sum()
+    if weights.dtype != np.float64 or (weights < 0).any() or not 0 < total < np.inf:
+        raise Damaged("sample weights must be non-negative with a positive sum")
+    if "kernel" in arrays:
+        diagonal = np.diagonal(arrays["kernel"]).reshape(n, -1)
+        if not np.array_equal(np.broadcast_to(diagonal, (n, c)), arrays["kernel_diagonal"]):
+            raise Damaged("the diagonal of its kernel is not the one it lists")
+    if "reference_alpha" in arrays:
+        rows = arrays["reference_alpha"].shape
+        if len(rows) != 2 or rows[0] > n or rows[1] != c:
+            raise Damaged(f"reference_alpha has shape {rows}")
+    ref = content.reference
+    if (ref is None) is ("reference_alpha" in arrays):
+        raise Damaged(f"its reference is {ref}")
+    if ref is not None and (ref.tangent not in ("initial", "trained") or not ref.gap >= 0):
+        raise Damaged(f"its reference is {ref}")
+    if "purged" in arrays:
+        purged = arrays["purged"]
+        inside = purged.ndim == 1 and purged.dtype.kind == "i" and np.isin(purged, range(n)).all()
+        if not inside or weights[purged].any():
+            raise Damaged("its purged points are not points of weight zero")
+
+
+def _check_targets(loss: AbstractLoss, content: Content) -> None:
+    """Targets were prepared before they were saved: preparing them again changes nothing."""
+    stored = content.arrays["targets"]
+    again = loss.prepare_targets(stored, content.shape[1], content.arrays["alpha"].dtype)
+    if again.shape != stored.shape or not np.array_equal(again, stored):
+        raise Damaged("its targets are not such as this loss takes")
+
+
+def _check_precision(content: Content) -> None:
+    dtype = content.arrays["alpha"].dtype
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(
-            f"load: {path} is damaged or was not written by dualfluence ({error}). Restore it from a "
-            "copy, or fit again."
-        ) from error
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise ValueError(f"load: {path} does not hold a fitted state of dualfluence.")
-    if meta["version"] > VERSION:
-        raise ValueError(
-            f"load: {path} has format version {meta['version']}, this release reads up to {VERSION}. "
-            "Update dualfluence."
+            f"load: the file holds {dtype} dual variables, but JAX is in 32-bit mode. Call "
+            "jax.config.update('jax_enable_x64', True) first."
         )
-    for name, digest in meta["sha256"].items():
-        if name not in arrays or _digest(arrays[name]) != digest:
-            raise ValueError(f"load: {path} is damaged: array {name!r} fails its checksum.")
-    return meta, arrays
 
 
-def _digest(array: np.ndarray) -> str:
-    digest = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
-    digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
+def _state(content: Content) -> State:
+    alpha, k_alpha = (jnp.asarray(content.arrays[name]) for name in ("alpha", "k_alpha"))
+    return State(alpha, k_alpha, np.asarray(content.drift, alpha.dtype))
 
 
-def _loss(name: str, given: AbstractLoss | None) -> AbstractLoss:
-    if name in CLOSED_FORMS:
-        return CLOSED_FORMS[name]
-    if not isinstance(given, Convex) or given.name != name:
+def _training_set(arrays: dict[str, np.ndarray]) -> TrainingSet:
+    x, targets = jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"])
+    return TrainingSet(x, targets, arrays["sample_weights"], arrays.get("purged"))
+
+
+def _loss(content: Content, given: AbstractLoss | None) -> AbstractLoss:
+    name, own = content.loss
+    if own and given is None:
         raise ValueError(
             f"load: the file was fitted with a loss of your own named {name!r}; pass it as "
-            f"loss=Convex(fn, name={name!r})."
+            f"loss=Convex(fn, name={name!r}), or as the object it was if it has a class of its own."
         )
-    return given
+    if given is not None and name_of(given) != name:
+        raise ValueError(
+            f"load: the file was fitted with the loss {name!r}, but loss= is named "
+            f"{name_of(given)!r}."
+        )
+    return CLOSED_FORMS[name] if given is None else given
 
 
-def _reference(
-    source: AbstractSource, arrays: dict[str, np.ndarray], meta: dict[str, Any]
-) -> Reference | None:
-    if "reference_alpha" not in arrays:
+def _reference(source: AbstractSource, content: Content) -> Reference | None:
+    if content.reference is None:
         return None
+    if source.network is None:
+        raise ValueError("load: the file holds a trained network; model must come from linearize.")
+    params = _parameters(source.network.params, content, "reference")
+    alpha = jnp.asarray(content.arrays["reference_alpha"])
+    return Reference(params, alpha, *content.reference)
+
+
+def _at_tangent(
+    source: AbstractSource, content: Content, reference: Reference | None
+) -> AbstractSource:
+    """The source with `J` where it was: at the parameters of the model, or at the trained ones."""
+    if reference is None or reference.tangent != "trained":
+        return source
     if not isinstance(source, NetworkSource):
         raise ValueError("load: the file holds a trained network; model must come from linearize.")
-    treedef = jax.tree.structure(source.model.params)
-    names = [f"reference_{i}" for i in range(treedef.num_leaves)]
-    if any(name not in arrays for name in names):
+    params = reference.params
+    if any(name.startswith("tangent_") for name in content.arrays):
+        params = _parameters(source.model.params, content, "tangent")
+    return NetworkSource(replace(source.model, params=params))
+
+
+def _parameters(own: PyTree, content: Content, kind: str) -> PyTree:
+    """Stored leaves in the tree of the model's own; what is no number comes from there."""
+    leaves, treedef = jax.tree.flatten(own)
+    wanted = {f"{kind}_{i}": leaf for i, leaf in enumerate(leaves) if is_stored(leaf)}
+    found = {n: a for n, a in content.arrays.items() if n.startswith(kind) and LEAF.fullmatch(n)}
+    if set(found) != set(wanted) or any(found[n].shape != np.shape(v) for n, v in wanted.items()):
         raise ValueError(
-            "load: the stored parameters do not have the tree structure of the model's."
+            "load: the stored parameters do not have the tree structure and shapes of the model's."
         )
-    params = jax.tree.unflatten(treedef, [jnp.asarray(arrays[name]) for name in names])
-    return Reference(params, jnp.asarray(arrays["reference_alpha"]), bool(meta["linearised"]))
+    stored = {name: jnp.asarray(array) for name, array in found.items()}
+    both = [stored.get(f"{kind}_{i}", leaf) for i, leaf in enumerate(leaves)]
+    return jax.tree.unflatten(treedef, both)
 
 
-def _check_model(
+def _operator(
     source: AbstractSource,
-    data: TrainingSet,
-    arrays: dict[str, np.ndarray],
-    reference: Reference | None,
-) -> None:
+    content: Content,
+    given: AbstractKernelOperator | None,
+    progress: bool | ProgressFn,
+) -> AbstractKernelOperator:
+    arrays, how, (n, c) = content.arrays, content.operator, content.shape
+    x = jnp.asarray(arrays["x"])
+    _check_diagonal(source, x, content)
+    if given is not None:
+        if (given.layout.num_points, given.num_outputs) != (n, c):
+            raise ValueError(f"load: kernel_op must be for {n} points with {c} outputs.")
+        check_same_kernel(source, x, given)
+        op = given
+    elif "kernel" in arrays:
+        kind = KroneckerOperator if how.kronecker else DenseOperator
+        op = kind(jnp.asarray(arrays["kernel"]), c)
+    else:
+        form, _ = choose_form(source, how.form, n, c, jnp.dtype(how.dtype))
+        op = source.operator(x, c, form=form, progress=progress)
+    if how.precision is not None and isinstance(op, (DenseOperator, KroneckerOperator)):
+        op = replace(op, precision=Precision[how.precision])
+    wide = how.refined and op.dtype != arrays["alpha"].dtype
+    return MixedOperator(op) if wide and not isinstance(op, MixedOperator) else op
+
+
+def _check_diagonal(source: AbstractSource, x: Any, content: Content) -> None:
     """The kernel's diagonal at a few training points must be the stored one."""
-    few = data.x[:PROBES]
-    want = arrays["kernel_diagonal"][:PROBES]
-    got = source.operator(few, want.shape[1], form="auto", progress=False).diagonal()
-    slack = 1e3 * float(jnp.finfo(want.dtype).eps) * float(np.abs(want).max())
-    worst = float(np.abs(np.asarray(got) - want).max()) if got.shape == want.shape else np.inf
+    few, want = x[:PROBES], content.arrays["kernel_diagonal"][:PROBES]
+    try:
+        op = source.operator(few, want.shape[1], form="auto", progress=False)
+        got = np.asarray(op.diagonal())
+    except Exception as error:
+        raise ValueError(
+            f"load: this model is not the one that was saved: it cannot take the stored points, of "
+            f"shape {tuple(x.shape)} and dtype {x.dtype} ({type(error).__name__}). Build it as before."
+        ) from error
+    slack = _slack(content, DIAGONAL_SLACK) * float(np.abs(want).max())
+    worst = float(np.abs(got - want).max()) if got.shape == want.shape else np.inf
     if not worst <= slack:
         raise ValueError(
             f"load: this model is not the one that was saved: its kernel at the first {len(few)} "
@@ -215,16 +360,25 @@ def _check_model(
         )
 
 
-def _operator(
-    source: AbstractSource,
-    data: TrainingSet,
-    arrays: dict[str, np.ndarray],
-    meta: dict[str, Any],
-    c: int,
-    progress: bool | ProgressFn,
-) -> AbstractKernelOperator:
-    if "kernel" in arrays:
-        kind = KroneckerOperator if meta["operator"] == "KroneckerOperator" else DenseOperator
-        return kind(jnp.asarray(arrays["kernel"]), c)
-    form = "matrix-free" if meta["operator"] == MatrixFreeOperator.__name__ else "auto"
-    return source.operator(data.x, c, form=form, progress=progress)
+def _check_outputs(fitted: Fitted, slack: float) -> None:
+    """`offset + Kα` as stored must be what the model predicts at a few training points."""
+    present = np.flatnonzero(fitted.data.sample_weights)
+    where = present[np.unique(np.linspace(0, present.size - 1, PROBES).astype(int))]
+    want, got = fitted.outputs[where], fitted.predict(fitted.x[where])
+    diagonal = jnp.maximum(fitted.kernel_diagonal, 0)
+    reach = jnp.sqrt(jnp.max(diagonal) * jnp.sum(diagonal * fitted.alpha**2))
+    size = float(jnp.max(jnp.abs(want)) + reach)
+    worst = float(jnp.max(jnp.abs(got - want)))
+    if not worst <= slack * size:
+        raise ValueError(
+            f"load: this model is not the one that was saved: its outputs at {where.size} training "
+            f"points differ from the stored ones by {worst:.3g}. Build it from the same parameters."
+        )
+
+
+def _slack(content: Content, units: float) -> float:
+    """Relative difference that rounding explains: more for a `K` in half precision or TF32."""
+    how = content.operator
+    if how.on_disk or how.precision not in (None, "HIGHEST"):
+        return KERNEL_SLACK
+    return units * float(jnp.finfo(how.dtype).eps)

@@ -1,11 +1,10 @@
-r"""Newton's method on the dual variables: the step (★) and the damped loop around it.
+r"""Newton's method on the dual variables: the step (★), damped by a line search.
 
 $$(\lambda I + W'K)\,\Delta\alpha = -(g' + \lambda\alpha)$$
 
-One step is the influence function. Repeated, it is exact retraining.
+One step is the influence function. Repeated (`_train`), it is exact retraining.
 """
 
-import time
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,17 +15,30 @@ from jaxtyping import Array, Float
 
 from .._support.checks import NotFinite, check_concrete
 from .._support.compile import filter_jit
-from .._support.progress import ProgressFn, Ticker
 from ..operators import AbstractKernelOperator
-from ..problem._certificate import Certificate, Norms, measure_norms
+from ..problem._certificate import Certificate, Norms, measure_norms, reach
 from ..problem._objective import Problem, State
-from ..solvers import AbstractDualSolver, AbstractPreconditioner
+from ..solvers import AbstractDualSolver, AbstractPreconditioner, LinearSystem, Solution
 
 ARMIJO = 1e-4
-MAX_HALVINGS = 40
-STALLED_STEPS = 3
-MAX_REFRESHES = 3
-FLOOR_SLACK = 3.0
+"""Share of the predicted decrease that a step must bring. Doubled, nothing changes that matters."""
+
+NEAR_MINIMUM = 0.5
+"""A shortened step ends where the slope is at most this share of what it was. Halved, each search takes
+about one look more."""
+
+MAX_TRIALS = 40
+"""Looks along one step, down to 1e-12 of it. Beyond that the step is noise."""
+
+VALUE_SLACK = 8.0
+"""How many estimates of rounding two values of the objective may differ by and still count as equal.
+Doubled, the slope decides a little earlier whether to take a step."""
+
+DAMPING = 4.0
+"""The ridge of a damped step's system is at least so many `eps` of the trace of `WK`. Below that, `Δα` is
+the small difference of large terms and points anywhere. Doubled, such steps are shorter; where they
+lead to is the same."""
+
 CURVATURE_SLACK = 1e3
 """A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
 
@@ -35,17 +47,32 @@ COUNTERS = {"traces": 0}
 
 
 class StepReport(NamedTuple):
-    """What one Newton step did, on the host; one transfer brings all of it."""
+    """What one Newton step did, on the host; one transfer brings all of it.
+
+    - `iterations`, `products`, `residual`, `converged`: of the linear solve.
+    - `step_size`: `t` of the line search.
+    - `settled`: whether the decrease that the step predicted was below the objective's rounding.
+    - `value_noise`: the objective's rounding.
+    - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
+    - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
+    - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
+    - `jitter`: how much larger than `λ` the ridge of the step's system was.
+    """
 
     iterations: int
     products: int
     residual: float
     converged: bool
     step_size: float
+    settled: bool
+    value_noise: float
     min_curvature: float
     gradient_norm: float
     rounding: float
     parameter_norm: float
+    output_size: float
+    kernel_size: float
+    jitter: float
 
     @classmethod
     def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
@@ -55,6 +82,7 @@ class StepReport(NamedTuple):
             iterations=int(values.iterations),
             products=int(values.products),
             converged=bool(values.converged),
+            settled=bool(values.settled),
         )
 
     def certificate(self, ridge: float) -> Certificate:
@@ -105,37 +133,42 @@ def _newton_step(
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
     rtol: Float[Array, ""],
-    damped: bool,
+    damping: Float[Array, ""] | None,
 ) -> tuple[Point, Float[Array, " k"]]:
-    """One step of (★) from `point`, with a line search on the objective if `damped`."""
+    """One step of (★) from `point`; with `damping`, one that lowers the objective.
+
+    `damping` is in units of what rounding alone asks for, and 1 unless an earlier step failed.
+    """
     COUNTERS["traces"] += 1
-    factor = problem.factor(point.state)
+    factor, ridge = problem.factor(point.state), problem.ridge
+    if damping is not None:
+        trace = jnp.sum(factor.hess_diagonal() * diagonal)
+        ridge = jnp.maximum(ridge, damping * (DAMPING * jnp.finfo(trace.dtype).eps * trace))
     solution = solver.solve(
-        op,
-        factor,
-        problem.ridge,
-        -point.rho,
-        -point.k_rho,
-        preconditioner=preconditioner,
-        rtol=rtol,
+        LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
-    delta, k_delta = solution.value, solution.k_value
-    t = jnp.ones((), delta.dtype)
-    if damped:
-        t = _line_search(problem, point, delta, k_delta)
-    new = inspect(op, problem, point.state.moved(t * delta, t * k_delta), diagonal)
+    t, noise = jnp.ones((), point.rho.dtype), VALUE_SLACK * problem.value_noise(point.state)
+    if damping is not None:
+        t = _line_search(problem, point, solution, noise)
+    root = jnp.sqrt(jnp.maximum(diagonal, 0))
+    new = inspect(op, problem, _moved(point.state, solution, t, root), diagonal)
     packed = (
         solution.iterations,
         solution.products + 1,
         solution.residual,
         solution.converged,
         t,
+        jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise,
+        noise,
         factor.min_curvature,
         new.norms.gradient,
         new.norms.rounding,
         new.norms.parameters,
+        jnp.max(jnp.abs(problem.outputs(new.state))),
+        jnp.max(root),
+        solution.jitter + (ridge - problem.ridge),
     )
-    return new, jnp.stack([jnp.asarray(value, delta.dtype) for value in packed])
+    return new, jnp.stack([jnp.asarray(value, t.dtype) for value in packed])
 
 
 newton_step = filter_jit(_newton_step)
@@ -153,57 +186,54 @@ def influence_step(
 ) -> tuple[Point, Float[Array, " k"]]:
     """`inspect` and an undamped `newton_step` in one compiled program: the influence function."""
     start = inspect(op, problem, state, diagonal)
-    return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damped=False)
+    return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damping=None)
+
+
+def _moved(state: State, step: Solution, t: Array, root: Float[Array, "n c"]) -> State:
+    return state.moved(t * step.value, t * step.k_value, t * reach(root, step.reach))
+
+
+class _Trial(NamedTuple):
+    """A step size on trial between `low`, downhill, and `high`, uphill."""
+
+    t: Array
+    low: Array
+    high: Array
+    rounds: Array
+    taken: Array
 
 
 def _line_search(
-    problem: Problem, point: Point, delta: Float[Array, "n c"], k_delta: Float[Array, "n c"]
+    problem: Problem, point: Point, step: Solution, noise: Float[Array, ""]
 ) -> Float[Array, ""]:
-    """Backtracking on `L_w` along the step: only `(n, c)` work, no product with `K`."""
-    start = problem.value(point.state)
-    slope = jnp.sum(point.rho * k_delta)
-    slack = 10 * jnp.finfo(delta.dtype).eps * jnp.abs(start)
+    """The whole step if it lowers `L_w` enough, else one near the minimum along it, by bisection.
 
-    def too_high(carry: tuple[Array, Array]) -> Array:
-        t, halvings = carry
-        value = problem.value(point.state.moved(t * delta, t * k_delta))
-        enough = value <= start + ARMIJO * t * slope + slack
-        return ~enough & (halvings < MAX_HALVINGS)
+    Only `(n, c)` work, no product with `K`: `L_w` along the step is a convex function whose slope is
+    `ρ(t)ᵀKΔα`. Where the decrease is below the rounding of `L_w` its values say nothing. The slope
+    still does, to full relative accuracy: a step that has not gone past the minimum by as much as it
+    came from before it is taken.
+    """
+    delta, k_delta = step.value, step.k_value
+    start, slope = problem.value(point.state), jnp.sum(point.rho * k_delta)
 
-    def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        return carry[0] / 2, carry[1] + 1
+    def look(trial: _Trial) -> _Trial:
+        t = trial.t
+        there = point.state.moved(t * delta, t * k_delta)
+        value, slope_t = problem.value(there), jnp.sum(problem.residual(there) * k_delta)
+        lower = value <= start + ARMIJO * t * slope
+        unclear = jnp.abs(value - start) <= noise
+        enough = lower | (unclear & (slope_t <= -(1 - 2 * ARMIJO) * slope))
+        # A shortened step should come near the minimum along the line, not just below the start.
+        near = (trial.rounds == 0) | (jnp.abs(slope_t) <= -NEAR_MINIMUM * slope)
+        past = ~(slope_t <= 0)
+        low, high = jnp.where(past, trial.low, t), jnp.where(past, t, trial.high)
+        taken = enough & near
+        return _Trial(jnp.where(taken, t, (low + high) / 2), low, high, trial.rounds + 1, taken)
 
-    return jax.lax.while_loop(too_high, halve, (jnp.ones((), delta.dtype), jnp.asarray(0)))[0]
-
-
-class Stats(NamedTuple):
-    """How an answer was reached: steps, products with `K`, convergence, time, solver and why."""
-
-    steps: int
-    iterations: int
-    products: int
-    converged: bool
-    residual: float
-    seconds: float
-    solver: str
-    reason: str
-    notes: tuple[str, ...] = ()
-
-
-class Tolerances(NamedTuple):
-    """When the loop stops: `distance` bounds `‖θ − θ*‖`, `relative` that over `‖θ − θ₀‖`."""
-
-    distance: float | None
-    relative: float | None
-    max_steps: int
-
-    def met(self, cert: Certificate) -> bool:
-        by_distance = self.distance is not None and cert.distance_bound <= self.distance
-        return by_distance or (self.relative is not None and cert.relative_bound <= self.relative)
-
-
-class NotConverged(RuntimeError):
-    """A solve or a fit did not reach its tolerance. The message says how far it came."""
+    one = jnp.ones((), delta.dtype)
+    begin = _Trial(one, 0 * one, one, jnp.asarray(0), jnp.asarray(False))
+    end = jax.lax.while_loop(lambda at: ~at.taken & (at.rounds < MAX_TRIALS), look, begin)
+    return jnp.where(end.taken, end.t, end.low)
 
 
 def check_report(report: StepReport, dtype: Any, what: str) -> None:
@@ -224,91 +254,3 @@ def check_finite_norm(gradient_norm: float, what: str) -> None:
             "overflow, or the ridge may be below the kernel's rounding; try float64, a larger ridge, "
             "or features and targets of ordinary size."
         )
-
-
-def minimise(
-    op: AbstractKernelOperator,
-    problem: Problem,
-    point: Point,
-    diagonal: Float[Array, "n c"],
-    *,
-    solver: AbstractDualSolver,
-    preconditioner: AbstractPreconditioner,
-    ridge: float,
-    rtol: float,
-    tolerances: Tolerances,
-    what: str,
-    progress: bool | ProgressFn,
-    loosest: float = 0.1,
-) -> tuple[Point, dict[str, Any]]:
-    """Damped Newton from `point` until a tolerance on the certificate or `max_steps`.
-
-    Early steps solve to `loosest`, later ones to `rtol`: the inner tolerance follows the gradient.
-    Stops as well when the gradient no longer falls, i.e. at the floor that rounding sets. The
-    certificate that is returned comes from a product `Kα` of its own, not from the running sum of
-    steps: where that sum had drifted and the tolerance is missed after all, the loop goes on.
-    """
-    dtype = point.rho.dtype
-    best, cert = point, point.norms.certificate(ridge)
-    check_finite_norm(cert.distance_bound, what)
-    first = norm = cert.gradient_norm
-    stalled, inner, met = 0, True, tolerances.met(cert)
-    steps = iterations = 0
-    products, residual = 1, 0.0
-    refreshes = 0
-
-    def finished() -> bool:
-        return met or cert.at_floor or steps == tolerances.max_steps or stalled == STALLED_STEPS
-
-    with Ticker(tolerances.max_steps, what, progress) as ticker:
-        while not finished():
-            loose = loosest * min(1.0, norm / max(first, 1e-300))
-            step_rtol: Any = np.asarray(max(rtol, loose), dtype)
-            point, packed = newton_step(
-                op, problem, point, diagonal, solver, preconditioner, step_rtol, True
-            )
-            report = StepReport.unpack(packed)
-            check_report(report, dtype, what)
-            steps, iterations = steps + 1, iterations + report.iterations
-            products, residual = products + report.products, report.residual
-            norm, inner = report.gradient_norm, inner and report.converged
-            slow = norm > 0.9 * cert.gradient_norm and report.step_size == 1
-            stalled = stalled + 1 if slow else 0
-            if norm <= cert.gradient_norm:
-                best, cert = point, report.certificate(ridge)
-                met = tolerances.met(cert)
-            ticker.tick()
-            if finished():
-                promised, alpha = met or cert.at_floor, best.state.alpha
-                best = inspect_jit(op, problem, State(alpha, op_mv(op, alpha)), diagonal)
-                cert = best.norms.certificate(ridge)
-                met, refreshes, products = tolerances.met(cert), refreshes + 1, products + 2
-                if met or _near_floor(cert) or not promised or refreshes == MAX_REFRESHES:
-                    break
-                point, norm, stalled = best, cert.gradient_norm, 0
-    return best, {
-        "steps": steps,
-        "iterations": iterations,
-        "products": products,
-        "residual": residual,
-        "converged": met,
-        "at_floor": _near_floor(cert),
-        "certificate": cert,
-        "inner_converged": inner,
-    }
-
-
-def _near_floor(cert: Certificate) -> bool:
-    """At the floor as another product of the same accuracy sees it."""
-    return cert.gradient_norm <= FLOOR_SLACK * cert.rounding
-
-
-class Clock:
-    """Wall time until a result is ready."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def stop(self, result: Any) -> float:
-        jax.block_until_ready(result)
-        return time.perf_counter() - self._start

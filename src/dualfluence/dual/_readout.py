@@ -1,11 +1,12 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import equinox as eqx
-import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import OVERFLOW, check_finite, check_queries
@@ -13,17 +14,27 @@ from .._support.compile import filter_jit
 from .._support.options import check_flag
 from ..kernels._linearized import Linearized
 from ..models._sources import AbstractSource
-from ..operators._layout import Layout
+from ..operators._layout import Layout, whole
+from ..problem._certificate import Certificate
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 
 
 class Reference(eqx.Module):
-    """Parameters and dual variables of a network trained by the user; `θ = θ_ref + Jᵀ(α − α_ref)`."""
+    """Parameters and dual variables of a network trained by the user; `θ = θ_ref + Jᵀ(α − α_ref)`.
+
+    - `linearised`: outputs at `θ_ref` are those of the linearisation, not of the network.
+    - `tangent`: `J` is taken at `θ₀` (`"initial"`) or at `θ_ref` (`"trained"`).
+    - `gap`: `‖θ − θ₀ − Jᵀα‖`. It is the same at `θ_ref` and after every edit, which moves `θ` by `JᵀΔα`.
+    - `certified`: whether the model is linear in its parameters, so that certificates hold.
+    """
 
     params: PyTree
     alpha: Float[Array, "n c"]
     linearised: bool = eqx.field(static=True)
+    tangent: str = eqx.field(static=True, default="initial")
+    gap: float = eqx.field(static=True, default=0.0)
+    certified: bool = eqx.field(static=True, default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +79,54 @@ class DualModel(abc.ABC):
         """`α_ref` of a network trained by the user, with zero rows for points added since."""
         if self.reference is None:
             return None
-        alpha = self.reference.alpha
-        missing = self.data.num_points - alpha.shape[0]
-        return jnp.pad(alpha, ((0, missing), (0, 0))) if missing else alpha
+        return self._read_layout.grow(self.reference.alpha, self._read_layout.num_rows)
+
+    @property
+    def _read_layout(self) -> Layout:
+        """Rows that read-outs go over: spare ones too, because their number seldom changes."""
+        return self.layout if self.layout.sharding is None else whole(self.data.num_points)
+
+    @cached_property
+    def _x_rows(self) -> Array:
+        return self._read_layout.place(self.x, "last")
+
+    def _read_rows(self, values: Float[Array, "n c"]) -> Float[Array, "m c"]:
+        return values if self.layout.sharding is None else self.layout.points(values)
+
+    def _cross_mv(self, xq: Array, values: Float[Array, "n c"]) -> Float[Array, "q c"]:
+        """`K(xq, x) v` for values by row of `state`."""
+        return self.source.cross_mv(xq, self._x_rows, self._read_rows(values))
+
+    def _widened(self, certificate: Certificate) -> Certificate:
+        """The dual variables' own certificate, made true for a network trained by the user."""
+        ref = self.reference
+        if ref is None:
+            return certificate
+        return replace(certificate, gap=ref.gap, certified=ref.certified)
+
+    def _remaining(self, until: float | None) -> float | None:
+        """What `until` leaves to the dual variables beside the gap, or an error if nothing."""
+        ref = self.reference
+        if ref is None or until is None:
+            return until
+        if not ref.certified:
+            raise ValueError(
+                "edit: until asks for a certified distance, but a network that is not linear in its "
+                "parameters has no certificate. Use steps=... to iterate on its linearisation."
+            )
+        if not until > ref.gap:
+            raise ValueError(
+                f"edit: until={until:.3g} cannot be reached: the trained parameters left a gap of "
+                f"{ref.gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or fit, "
+                "which trains to the optimum and leaves no gap."
+            )
+        return (until - ref.gap) * (1 - 4 * float(np.finfo(float).eps))
 
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
         base = self.network.params if self.reference is None else self.reference.params
-        return self.source.moved_params(base, self.x, self.alpha, self._reference_alpha())
+        alpha = self._read_rows(self.state.alpha)
+        return self.source.moved_params(base, self._x_rows, alpha, self._reference_alpha())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
@@ -93,9 +144,9 @@ class DualModel(abc.ABC):
     def _outputs_at(self, xq: Array, linearised: bool) -> Float[Array, "q c"]:
         if not linearised:
             return outputs_at(self.network, self.params(), xq, linearised=False)
-        since = self._reference_alpha()
-        alpha = self.alpha if since is None else self.alpha - since
-        move = self.source.cross_mv(xq, self.x, alpha)
+        since, alpha = self._reference_alpha(), self._read_rows(self.state.alpha)
+        alpha = alpha if since is None else alpha - since
+        move = self.source.cross_mv(xq, self._x_rows, alpha)
         if self.reference is not None:
             ref = self.reference
             return move + outputs_at(self.network, ref.params, xq, ref.linearised)

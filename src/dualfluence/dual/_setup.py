@@ -59,6 +59,7 @@ from ..solvers import (
     SpectralPreconditioner,
     spectral_preconditioner,
 )
+from ._fidelity import random_like
 from ._newton import op_diagonal, op_mv
 
 POWER_STEPS = 1
@@ -120,7 +121,7 @@ def prepare(
             f"there are {features.shape[0]} points with {num_outputs}."
         )
     else:
-        _check_same_kernel(source, features, op)
+        check_same_kernel(source, features, op)
     check_ridge(ridge, op.dtype)
     checked = check_kernel(op)
     if base is None:
@@ -176,7 +177,7 @@ def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: A
         )
 
 
-def _check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
+def check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
     """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
     if isinstance(op, (LowRankOperator, ShardedOperator)) or isinstance(source, ShardedSource):
         return
@@ -305,17 +306,13 @@ def _check_linear(model: Linearized, x: Array) -> None:
     if model.anchor != "zero":
         return
     theta, frozen = model.split(model.params)
-    leaves, treedef = jax.tree.flatten(theta)
-    keys = jax.random.split(jax.random.key(0), len(leaves))
-    probe = jax.tree.unflatten(
-        treedef,
-        [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)],
-    )
-    few = x[:4]
+    probe, few = random_like(theta, seed=0), x[:4]
     actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)
-    linear = model.jvp(few, probe)
-    gap = float(jnp.linalg.norm(actual - linear))
-    if gap > 1e-3 * max(float(jnp.linalg.norm(actual)), 1e-30):
+    # Scaled first, so that squares of large numbers do not overflow.
+    scale = float(jnp.maximum(jnp.max(jnp.abs(actual)), 1e-30))
+    gap = scale * float(jnp.linalg.norm((actual - model.jvp(few, probe)) / scale))
+    # Not `gap > ...`: a model that overflows has a gap of NaN or infinity.
+    if not (np.isfinite(scale) and gap <= 1e-3 * scale * float(jnp.linalg.norm(actual / scale))):
         raise ValueError(
             "fit: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
             f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."

@@ -12,8 +12,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._support.compile import jit
+from .._support.memory import TILE_BYTES
 from .._support.progress import ProgressFn
-from .._support.tiles import DEFAULT_TILE_BYTES, fill_kernel
+from .._support.tiles import fill_kernel
 from ._branches import Serial, Sum
 from ._inputs import as_points, check_finite, check_match, input_spec
 from ._norm import Dropout
@@ -53,7 +54,7 @@ class Network(Serial):
         x2: Any = None,
         *,
         kind: str = "ntk",
-        tile_bytes: int = DEFAULT_TILE_BYTES,
+        tile_bytes: int = TILE_BYTES,
         progress: bool | ProgressFn = True,
         out: Literal["device", "host"] = "device",
     ) -> Array | np.ndarray:
@@ -117,7 +118,7 @@ class Network(Serial):
         nngp, ntk = _cross_block(self, x1.shape[1:], points1, points2)
         return (nngp, ntk) if kind == "both" else nngp if kind == "nngp" else ntk
 
-    def diagonal(self, x: Any, *, kind: str = "ntk", tile_bytes: int = DEFAULT_TILE_BYTES) -> Array:
+    def diagonal(self, x: Any, *, kind: str = "ntk", tile_bytes: int = TILE_BYTES) -> Array:
         """The kernel of every point with itself, `(n,)`, without pairs."""
         self._check_kind(kind)
         x = as_points(x, "x")

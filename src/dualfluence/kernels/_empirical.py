@@ -5,14 +5,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
+from .._support.memory import tile_budget
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
 from ._plan import Method
 from ._prepare import as_inputs, num_points, prepare
 from ._report import KernelReport
-from ._schedule import FeatureStore, choose_tiles, default_tile_bytes
+from ._schedule import FeatureStore, choose_tiles
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -60,7 +62,7 @@ def empirical_kernel(
       `lambda path: path.startswith("head/")`, or a pytree (or prefix) of bools.
     - `method`: `"auto"`, per parameter the cheaper form; `"structured"`, factors wherever there
       are any; `"jacobian"`, never.
-    - `tile_bytes`: working memory; by default 256 MiB, on an accelerator an eighth of what is free.
+    - `tile_bytes`: working memory; by default 256 MiB, on an accelerator up to an eighth of the kernel.
     - `precision`: of matrix products; `HIGHEST` is true float32 on every device.
     - `out`: `"device"` or `"host"` (a NumPy array, for kernels larger than device memory).
     - `progress`: `True`, `False`, or a function called as `progress(done, total, label)`.
@@ -144,8 +146,9 @@ def _kernel(
 ) -> EmpiricalKernel:
     x1, x2 = as_inputs(x1, x2)
     prepared, leaves, rest = prepare(apply_fn, params, x1, **options)
-    budget = run["tile_bytes"] or default_tile_bytes()
     sizes = (num_points(x1), None if x2 is None else num_points(x2))
+    entries = sizes[0] * (sizes[1] or sizes[0]) * (1 if traced else prepared.plan.num_outputs**2)
+    budget = run["tile_bytes"] or tile_budget(entries * np.dtype(prepared.plan.dtype).itemsize)
     tiles = choose_tiles(prepared, *sizes, budget=budget, traced=traced)
     store = FeatureStore(prepared, leaves, rest, x1, x2, tiles, traced=traced)
     value = fill_kernel(

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._support.checks import all_finite, check_concrete, check_numbers
+from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.progress import ProgressFn
 from . import empirical_kernel, kernel_block
@@ -19,8 +20,6 @@ from ._program import largest_activation
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
 
-DIAGONAL_BYTES = 256 * 2**20
-BATCH_BYTES = 128 * 2**20
 MAX_BATCH = 2048
 
 PRECISION = "highest"
@@ -152,8 +151,8 @@ class Linearized(eqx.Module):
             return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
 
     def _points_at_once(self, c: int) -> int:
-        """Points whose gradients fit in `DIAGONAL_BYTES`."""
-        return max(1, DIAGONAL_BYTES // (8 * c * max(self.num_params, 1)))
+        """Points whose gradients fit in `GRADIENT_BYTES`."""
+        return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
     def apply_shape(self, x: Shaped[Array, "n ..."]) -> tuple[int, int]:
         """`(n, c)`, or an error if `apply_fn` returns anything else."""

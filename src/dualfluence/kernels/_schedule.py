@@ -9,7 +9,6 @@ import numpy as np
 from jaxtyping import Array
 
 from .._support.checks import NotFinite
-from .._support.tiles import DEFAULT_TILE_BYTES
 from ._gram import TERMS_AT_ONCE, Features
 from ._prepare import Prepared, num_points
 
@@ -19,9 +18,6 @@ SYMMETRIC_TILES = 5
 WORTH_CUTTING = 2048
 """Rows (points times outputs) from which a symmetric kernel is cut to save its lower half."""
 
-FREE_SHARE = 8
-"""On an accelerator, one part in this many of the free memory is the default budget."""
-
 
 @dataclass(frozen=True)
 class Tiles:
@@ -30,20 +26,6 @@ class Tiles:
     shape: tuple[int, int]
     chunk: int
     keep: bool
-
-
-def default_tile_bytes() -> int:
-    """256 MiB, or on an accelerator an eighth of its free memory where that is more.
-
-    Rounded down to a power of two: what is free changes from call to call, and a tile of another
-    size would compile anew.
-    """
-    device = jax.local_devices()[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats or "bytes_limit" not in stats:
-        return DEFAULT_TILE_BYTES
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return max(DEFAULT_TILE_BYTES, 1 << ((max(free, 1) // FREE_SHARE).bit_length() - 1))
 
 
 def choose_tiles(

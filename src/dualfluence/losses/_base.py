@@ -30,6 +30,16 @@ class AbstractLoss(eqx.Module):
         """`∇ℓ(f_i, y_i)`."""
 
     @abc.abstractmethod
+    def grad_noise(
+        self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        """What rounding can add to `grad` where `outputs` are off by `noise`.
+
+        A first-order estimate: the curvature carries `noise` over, and the terms that `grad` adds up
+        round themselves. The certificate rests on it, so it must not be too small.
+        """
+
+    @abc.abstractmethod
     def hess_factor(
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
     ) -> AbstractFactor:

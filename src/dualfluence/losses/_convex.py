@@ -51,6 +51,18 @@ class Convex(AbstractLoss):
     def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
         return jax.vmap(jax.grad(self.fn))(outputs, targets)
 
+    def grad_noise(
+        self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        # What `fn` adds up is unknown. The gradient changed from its value at zero outputs to the
+        # present one, so terms of either size may have cancelled.
+        eps = jnp.finfo(outputs.dtype).eps
+        terms = jnp.abs(self.grad(outputs, targets))
+        terms = terms + jnp.abs(self.grad(jnp.zeros_like(outputs), targets))
+        hess = jnp.abs(jax.vmap(jax.hessian(self.fn))(outputs, targets))
+        carried = noise + eps * jnp.abs(outputs)
+        return eps * terms + jnp.einsum("nij,nj->ni", hess, carried, precision="highest")
+
     def hess_mv(
         self, outputs: Float[Array, "n c"], targets: Array, v: Float[Array, "n c"]
     ) -> Float[Array, "n c"]:
@@ -61,6 +73,21 @@ class Convex(AbstractLoss):
     ) -> BlockFactor:
         hess = jax.vmap(jax.hessian(self.fn))(outputs, targets)
         values, vectors = jnp.linalg.eigh(0.5 * (hess + jnp.swapaxes(hess, 1, 2)))
-        largest = jnp.maximum(jnp.max(jnp.abs(values)), jnp.finfo(values.dtype).tiny)
         roots = jnp.sqrt(weights.reshape(-1, 1) * jnp.maximum(values, 0))
-        return BlockFactor(vectors * roots[:, None, :], jnp.min(values) / largest)
+        return BlockFactor(vectors * roots[:, None, :], self._convexity(outputs, targets, values))
+
+    def _convexity(
+        self, outputs: Float[Array, "n c"], targets: Array, values: Float[Array, "n c"]
+    ) -> Float[Array, ""]:
+        """Smallest Hessian eigenvalue over what rounding is measured against.
+
+        That is the largest eigenvalue of all points, or the slope over the size of outputs and
+        targets: far from its target a loss such as `√(1 + r²)` has terms of that size which cancel.
+        """
+        tiny = jnp.finfo(values.dtype).tiny
+        slope = jnp.max(jnp.abs(self.grad(outputs, targets)), axis=1)
+        size = jnp.maximum(jnp.max(jnp.abs(outputs), axis=1), 1)
+        if jnp.issubdtype(targets.dtype, jnp.inexact):
+            size = jnp.maximum(size, jnp.max(jnp.abs(targets.reshape(size.shape[0], -1)), axis=1))
+        largest = jnp.maximum(jnp.max(jnp.abs(values)), jnp.max(slope / size))
+        return jnp.min(values) / jnp.maximum(largest, tiny)

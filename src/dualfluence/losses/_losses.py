@@ -28,6 +28,11 @@ class SquaredError(AbstractLoss):
     def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
         return outputs - targets
 
+    def grad_noise(
+        self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        return _eps(outputs) * jnp.abs(outputs - targets) + noise
+
     def hess_factor(
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
     ) -> DiagonalFactor:
@@ -52,10 +57,28 @@ class SoftmaxCrossEntropy(AbstractLoss):
         return probs
 
     def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
-        return jax.nn.logsumexp(outputs, axis=1) - jnp.sum(targets * outputs, axis=1)
+        # Against the largest output every term is non-negative, so that none cancels another and a
+        # small loss keeps its digits.
+        below = jnp.max(outputs, axis=1, keepdims=True) - outputs
+        top = _one_of_the_largest(outputs)
+        rest = jnp.sum(jnp.where(top, 0, jnp.exp(-below)), axis=1)
+        missing = (1 - jnp.sum(targets, axis=1)) * jnp.max(outputs, axis=1)
+        return jnp.sum(targets * below, axis=1) + jnp.log1p(rest) + missing
 
     def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
-        return jax.nn.softmax(outputs, axis=1) - targets
+        p, others = _probabilities(outputs)
+        # p − y without cancellation: a class that is certain and right has 1 − p, not 1 − (1 − ε).
+        return p * (1 - targets) - targets * others
+
+    def grad_noise(
+        self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        p, others = _probabilities(outputs)
+        terms = p * (1 - targets) + targets * others
+        # The exponent f − max f rounds once more.
+        noise = noise + _eps(outputs) * jnp.max(jnp.abs(outputs), axis=1, keepdims=True)
+        mean = jnp.sum(p * noise, axis=1, keepdims=True)
+        return _eps(outputs) * terms + p * (others * noise + jnp.maximum(mean - p * noise, 0))
 
     def hess_factor(
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
@@ -77,10 +100,19 @@ class Logistic(AbstractLoss):
         return array
 
     def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
-        return jnp.sum(jax.nn.softplus(outputs) - targets * outputs, axis=1)
+        right, wrong = jax.nn.softplus(-outputs), jax.nn.softplus(outputs)
+        return jnp.sum(targets * right + (1 - targets) * wrong, axis=1)
 
     def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
-        return jax.nn.sigmoid(outputs) - targets
+        p, other = jax.nn.sigmoid(outputs), jax.nn.sigmoid(-outputs)
+        return p * (1 - targets) - targets * other
+
+    def grad_noise(
+        self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        p, other = jax.nn.sigmoid(outputs), jax.nn.sigmoid(-outputs)
+        terms = p * (1 - targets) + targets * other
+        return _eps(outputs) * terms + p * other * noise
 
     def hess_factor(
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
@@ -108,3 +140,23 @@ def _one_hot(labels: np.ndarray, num_outputs: int | None, dtype: Any) -> Array:
             "not fit in memory. Number the classes from 0."
         )
     return jax.nn.one_hot(jnp.asarray(labels.astype(np.int32)), classes, dtype=dtype)
+
+
+def _eps(array: Array) -> float:
+    return float(jnp.finfo(array.dtype).eps)
+
+
+def _one_of_the_largest(outputs: Float[Array, "n c"]) -> Array:
+    """One true entry in each row, at a largest output."""
+    return jnp.argmax(outputs, axis=1)[:, None] == jnp.arange(outputs.shape[1])[None, :]
+
+
+def _probabilities(outputs: Float[Array, "n c"]) -> tuple[Array, Array]:
+    """Softmax `p` and `1 − p`, both to a few units in their own last place.
+
+    Only the largest probability can be near one; for that class `1 − p` is the sum of the others.
+    """
+    p = jax.nn.softmax(outputs, axis=1)
+    top = _one_of_the_largest(outputs)
+    rest = jnp.sum(jnp.where(top, 0, p), axis=1, keepdims=True)
+    return p, jnp.where(top, rest, 1 - p)

@@ -16,7 +16,7 @@ from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator, MixedOperator
 from ._checks import check_network
-from ._sources import AbstractSource, as_source, pull_back
+from ._sources import AbstractSource, as_source, pull_back, take_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -61,12 +61,18 @@ class AbstractLowRankSource(AbstractSource):
         return jnp.dot(self.features(xq), self.coefficients(x, v), precision=HIGHEST)
 
     def extend(
-        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+        self,
+        op: AbstractKernelOperator,
+        x: Array,
+        start: int,
+        stop: int,
+        progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
         if isinstance(op, MixedOperator):
-            return MixedOperator(self.extend(op.op, x, x_new, progress=progress))
+            return MixedOperator(self.extend(op.op, x, start, stop, progress))
         assert isinstance(op, LowRankOperator)
-        return LowRankOperator(jnp.concatenate([op.features, self.features(x_new)]))
+        new = self.features(take_rows(x, start, stop))
+        return op.with_features(new, start, x.shape[0])
 
 
 class RandomFeatureSource(AbstractLowRankSource):

@@ -85,17 +85,25 @@ class ShardedSource(AbstractSource):
         return _network_pull_back(self.network, layout, layout.place(x, "last"), layout.place(v))
 
     def extend(
-        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+        self,
+        op: AbstractKernelOperator,
+        x: Array,
+        start: int,
+        stop: int,
+        progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
+        """New points come as a border with padding of its own: rows on a mesh never move."""
         if isinstance(op, MixedOperator):
-            return MixedOperator(self.extend(op.op, x, x_new, progress=progress))
-        old, new = op.layout, self.layout(x_new)
+            return MixedOperator(self.extend(op.op, x, start, stop, progress))
+        host = np.asarray(x)
+        x, x_new = host[:start], host[start:stop]
+        old, new = op.layout, on_mesh(stop - start, self.mesh)
         c = op.num_outputs
         if isinstance(op, ShardedMatrixFreeOperator):
             both = Layout((*old.blocks, *new.blocks), old.sharding)
-            rows = both.place(np.concatenate([np.asarray(x), np.asarray(x_new)]), "last")
+            rows = both.place(host[:stop], "last")
             return ShardedMatrixFreeOperator(op.model, rows, c, both)
-        rows, cols = old.expand(np.asarray(x)), new.expand(np.asarray(x_new))
+        rows, cols = old.expand(x), new.expand(x_new)
         cross = _blocks(self.inner, rows, cols, c, old, progress)
         return BorderedOperator(op, cross, _square(self.inner, cols, c, new, progress))
 

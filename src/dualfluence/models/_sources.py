@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._support.checks import as_jax, check_finite, check_range
-from .._support.compile import filter_jit
+from .._support.compile import filter_jit, jit
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import (
@@ -77,9 +77,18 @@ class AbstractSource(eqx.Module):
 
     @abc.abstractmethod
     def extend(
-        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+        self,
+        op: AbstractKernelOperator,
+        x: Array,
+        start: int,
+        stop: int,
+        progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        """The operator on `x` followed by `x_new`, reusing what `op` already holds."""
+        """`op` with the points `start:stop` of `x`, reusing what it already holds.
+
+        `x` has a row for every row of the result. Rows past `stop` are spare: any points, which get
+        no weight.
+        """
 
 
 class NetworkSource(AbstractSource):
@@ -117,13 +126,17 @@ class NetworkSource(AbstractSource):
         return _cross_mv(self.model, xq, x, v)
 
     def extend(
-        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+        self,
+        op: AbstractKernelOperator,
+        x: Array,
+        start: int,
+        stop: int,
+        progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
         if isinstance(op, MatrixFreeOperator):
-            return MatrixFreeOperator(self.model, jnp.concatenate([x, x_new]), op.num_outputs)
-        cross = self.model.kernel(x, x_new, progress=progress)
-        corner = self.model.kernel(x_new, progress=progress)
-        return bordered(op, cross, corner)
+            return MatrixFreeOperator(self.model, x, op.num_outputs)
+        new = self.block(x, take_rows(x, start, stop), progress)
+        return with_columns(op, new, start, stop)
 
 
 class JacobianSource(NetworkSource):
@@ -187,12 +200,17 @@ class KernelSource(AbstractSource):
         return jnp.einsum("qanb,nb->qa", block, v, precision="highest")
 
     def extend(
-        self, op: AbstractKernelOperator, x: Array, x_new: Array, *, progress: bool | ProgressFn
+        self,
+        op: AbstractKernelOperator,
+        x: Array,
+        start: int,
+        stop: int,
+        progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
         if isinstance(op, LowRankOperator):
-            both = jnp.concatenate([x, x_new])
-            return self.operator(both, op.num_outputs, form="auto", progress=progress)
-        return bordered(op, self.block(x, x_new, progress), self.block(x_new, None, progress))
+            return self.operator(x, op.num_outputs, form="auto", progress=progress)
+        new = self.block(x, take_rows(x, start, stop), progress)
+        return with_columns(op, new, start, stop)
 
 
 class GivenKernel(eqx.Module):
@@ -264,6 +282,9 @@ class PrecomputedKernel(eqx.Module):
                     f"{index.dtype} and shape {index.shape}."
                 )
             check_range("kernel", np.asarray(index), self.matrix.shape[0])
+        every = np.arange(self.matrix.shape[0])
+        if np.array_equal(rows, every) and np.array_equal(cols, every):
+            return self.matrix  # as it is: a copy would be a second K
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
 
@@ -303,28 +324,26 @@ def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelO
     )
 
 
-@partial(jax.jit, donate_argnums=0)
+@partial(jit, donate_argnums=0)
 def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
     """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
     return block.reshape(block.shape[0] * block.shape[1], -1)
 
 
-def bordered(op: AbstractKernelOperator, cross: Array, corner: Array) -> AbstractKernelOperator:
-    """`[[K, cross], [crossᵀ, corner]]` in the structure of `op`."""
+def take_rows(x: Array, start: int, stop: int) -> Array:
+    """`x[start:stop]`, cut on the host: on the device every place would be a program of its own."""
+    return jax.device_put(np.asarray(x)[start:stop])
+
+
+def with_columns(
+    op: AbstractKernelOperator, columns: Array, start: int, stop: int
+) -> AbstractKernelOperator:
+    """`K` with new points in its spare rows, in the structure of `op`; on disk `K` gets a border."""
     if isinstance(op, MixedOperator):
-        return MixedOperator(bordered(op.op, cross, corner))
-    if isinstance(op, KroneckerOperator):
-        return KroneckerOperator(_border(op.matrix, cross, corner), op.num_outputs, op.precision)
-    m = corner.shape[0] * (1 if corner.ndim == 2 else op.num_outputs)
-    if not isinstance(op, DenseOperator):
-        square = operator_from_array(corner, corner.shape[0], op.num_outputs)
-        return BorderedOperator(op, jnp.asarray(cross).reshape(-1, m), square)
-    flat = _border(op.matrix, cross.reshape(-1, m), corner.reshape(m, m))
-    return DenseOperator(flat, op.num_outputs, op.precision)
-
-
-def _border(K: Array, cross: Array, corner: Array) -> Array:
-    return jnp.block([[K, cross], [cross.T, corner]])
+        return MixedOperator(with_columns(op.op, columns, start, stop))
+    if not isinstance(op, (DenseOperator, KroneckerOperator, BorderedOperator)):
+        op = BorderedOperator.around(op, columns)
+    return op.with_columns(columns, start, stop)
 
 
 @filter_jit

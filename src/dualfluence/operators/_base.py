@@ -13,6 +13,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 """Products in the full precision of the dtype: float32 means float32, also on a GPU."""
 
 
+class UnsupportedStructure(NotImplementedError):
+    """A structure of `K` was asked for what it does not do. The message names both."""
+
+
 class AbstractKernelOperator(eqx.Module):
     """`K`, symmetric positive semidefinite. The type is the structure; solvers look at it."""
 
@@ -61,6 +65,20 @@ class AbstractKernelOperator(eqx.Module):
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
         """`K V` for `k` columns at once."""
         return jax.vmap(self.mv, in_axes=2, out_axes=2)(v)
+
+    def with_columns(self, columns: Any, start: int, stop: int) -> "AbstractKernelOperator":
+        """`K` with the points `start:stop` written into spare rows, of which there may be more after.
+
+        `columns` is the kernel of all rows, spare ones included, with those points: `(rows, m)` or
+        `(rows, c, m, c)`. Spare rows have a kernel of zero, or a weight of zero.
+        """
+        raise UnsupportedStructure(
+            f"kernel: a {type(self).__name__} takes no columns of new points."
+        )
+
+    def cut(self, num_points: int) -> "AbstractKernelOperator":
+        """`K` without the rows after the first `num_points`."""
+        raise UnsupportedStructure(f"kernel: a {type(self).__name__} has no spare rows to cut.")
 
 
 class AbstractWrapper(AbstractKernelOperator):

@@ -7,8 +7,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from .._support.compile import jit
+from .._support.memory import panel_rows
 from ._base import HIGHEST, AbstractKernelOperator
 
 
@@ -48,6 +50,15 @@ class DenseOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         return self.matrix
 
+    def with_columns(self, columns: Array, start: int, stop: int) -> "DenseOperator":
+        rows, c, m, _ = columns.shape
+        where = np.asarray([start, stop]) * c
+        return replace(self, matrix=_write(self.matrix, columns.reshape(rows * c, m * c), where))
+
+    def cut(self, num_points: int) -> "DenseOperator":
+        size = num_points * self.c
+        return replace(self, matrix=self.matrix[:size, :size])
+
 
 class KroneckerOperator(AbstractKernelOperator):
     """`Σ ⊗ I_c` with `Σ` of shape `(n, n)`: every output has the same kernel, no cross terms."""
@@ -86,9 +97,43 @@ class KroneckerOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         return jnp.kron(self.matrix, jnp.eye(self.c, dtype=self.matrix.dtype))
 
+    def with_columns(self, columns: Array, start: int, stop: int) -> "KroneckerOperator":
+        return replace(self, matrix=_write(self.matrix, columns, np.asarray([start, stop])))
+
+    def cut(self, num_points: int) -> "KroneckerOperator":
+        return replace(self, matrix=self.matrix[:num_points, :num_points])
+
+
+@jit
+def _write(
+    K: Float[Array, "old old"], columns: Float[Array, "rows m"], where: Int[Any, "2"]
+) -> Float[Array, "rows rows"]:
+    """`K` with columns and, transposed, rows `where[0]:where[1]`; rows past those stay zero.
+
+    The place is data, not shape: one program for every point that finds room.
+    """
+    start, stop = where
+    spare = columns.shape[0] - K.shape[0]
+    inside = jnp.arange(columns.shape[0]) < stop
+    columns = jnp.where(inside[:, None], columns, 0).astype(K.dtype)
+    grown = jnp.pad(K, ((0, spare), (0, spare)))
+    grown = jax.lax.dynamic_update_slice(grown, columns, (jnp.zeros_like(start), start))
+    return jax.lax.dynamic_update_slice(grown, columns.T, (start, jnp.zeros_like(start)))
+
 
 def take_block(op: DenseOperator | KroneckerOperator, rows: Any) -> AbstractKernelOperator:
-    """`K` between the points at `rows`, a copy."""
+    """`K` between the points at `rows`, a copy; besides it only a panel of rows is held."""
     if isinstance(op, DenseOperator):
         rows = (rows[:, None] * op.c + np.arange(op.c, dtype=np.int32)).reshape(-1)
-    return replace(op, matrix=op.matrix[jnp.ix_(rows, rows)])
+    K, rows = op.matrix, jnp.asarray(rows)
+    size = rows.shape[0]
+    panel = panel_rows(size, K.shape[1] * K.dtype.itemsize)
+
+    def copy(i: Array, block: Array) -> Array:
+        # The last panel starts early instead of being short: some rows are written twice.
+        start = jnp.minimum(i * panel, size - panel)
+        part = K[jax.lax.dynamic_slice_in_dim(rows, start, panel)][:, rows]
+        return jax.lax.dynamic_update_slice_in_dim(block, part, start, axis=0)
+
+    block = jax.lax.fori_loop(0, -(-size // panel), copy, jnp.zeros((size, size), K.dtype))
+    return replace(op, matrix=block)

@@ -1,11 +1,15 @@
 """`K` without its entries: matrix-free `J(Jᵀv)` and low rank `ΦΦᵀ`."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
 
+from .._support.compile import jit
 from ._base import HIGHEST, AbstractKernelOperator
 
 if TYPE_CHECKING:
@@ -44,6 +48,9 @@ class MatrixFreeOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         kernel = self.model.kernel_block(self.x, self.x)
         return kernel.reshape(self.num_points * self.num_outputs, -1)
+
+    def cut(self, num_points: int) -> "MatrixFreeOperator":
+        return MatrixFreeOperator(self.model, self.x[:num_points], self.c)
 
 
 class LowRankOperator(AbstractKernelOperator):
@@ -86,3 +93,22 @@ class LowRankOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         phi = self._flat()
         return jnp.dot(phi, phi.T, precision=HIGHEST)
+
+    def with_features(
+        self, features: Float[Array, "m c r"], start: int, num_rows: int
+    ) -> "LowRankOperator":
+        """`Φ` with the points from `start` on written into spare rows; those after stay zero."""
+        return LowRankOperator(
+            _write_rows(self.features, features, np.asarray(start), num_rows=num_rows)
+        )
+
+    def cut(self, num_points: int) -> "LowRankOperator":
+        return LowRankOperator(self.features[:num_points])
+
+
+@partial(jit, static_argnames="num_rows")
+def _write_rows(
+    rows: Float[Array, "old c r"], new: Float[Array, "m c r"], start: Int[Any, ""], *, num_rows: int
+) -> Float[Array, "num_rows c r"]:
+    grown = jnp.pad(rows, ((0, num_rows - rows.shape[0]), (0, 0), (0, 0)))
+    return jax.lax.dynamic_update_slice_in_dim(grown, new.astype(rows.dtype), start, axis=0)

@@ -12,6 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 AXIS = "rows"
+
+MIN_SPARE, MAX_SPARE = 32, 256
+"""Spare rows that a kernel gets when it has to grow. More of them: fewer compilations in a stream of
+additions, and more memory for what is not there; 256 rows are 5 % of a kernel of 10,000 points."""
+
 Device = Any
 """A `jax.Device`; JAX exports the class in a form that type checkers do not follow."""
 
@@ -69,6 +74,12 @@ class Layout:
     def num_devices(self) -> int:
         return 1 if self.sharding is None else self.sharding.mesh.size
 
+    def holding(self, num_points: int) -> "Layout":
+        """The same rows where the first `num_points` are points and the others are spare."""
+        if self.sharding is not None or num_points == self.num_points:
+            return self
+        return Layout(((num_points, self.num_rows),))
+
     def extended(self, num_points: int) -> "Layout":
         """Room for more points after the rows that there are."""
         rows = num_points + -num_points % self.num_devices
@@ -86,9 +97,11 @@ class Layout:
 
     def place(self, values: Any, padding: Literal["zero", "last"] = "zero") -> Array:
         """One entry per point as an array of rows on the devices."""
-        if self.sharding is None:
+        if self.sharding is None and self.num_rows == self.num_points:
             return jnp.asarray(values)
         host = self.expand(np.asarray(values), padding)
+        if self.sharding is None:
+            return jax.device_put(host)
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
         return jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
 
@@ -101,14 +114,32 @@ class Layout:
 
     def points(self, rows: Array) -> Array:
         """The points' entries, in order and without padding, the same on every device."""
-        return rows if self.sharding is None else _gather_points(self)(rows)
+        if self.sharding is not None:
+            return _gather_points(self)(rows)
+        if rows.shape[0] == self.num_points:
+            return rows
+        # On the host: a slice on the device, and `jnp.asarray` too, would compile anew for every
+        # number of points.
+        return jax.device_put(np.asarray(rows)[: self.num_points])
 
     def grow(self, rows: Array, num_rows: int) -> Array:
         """Zero rows appended, up to `num_rows`; `self` is the layout after."""
+        if num_rows == rows.shape[0]:
+            return rows
         widths = ((0, num_rows - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1))
         if self.sharding is None:
             return jnp.pad(rows, widths)
         return _grower(widths, self.sharding)(rows)
+
+
+def rows_for(num_points: int, num_rows: int) -> int:
+    """Rows that hold so many points: those that there are, or more with some to spare.
+
+    A stream of single points then meets few shapes, each of which is compiled once.
+    """
+    if num_points <= num_rows:
+        return num_rows
+    return num_points + min(max(num_points // 8, MIN_SPARE), MAX_SPARE)
 
 
 def whole(num_points: int) -> Layout:

@@ -7,14 +7,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from .._support.memory import panel_rows
 from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
 from ._dense import DenseOperator, KroneckerOperator
 from ._implicit import LowRankOperator, MatrixFreeOperator
 from ._layout import AXIS, map_shards
 from ._sharded import BorderedOperator, ShardedMatrixFreeOperator, ShardedOperator
-
-PANEL_BYTES = 64 * 2**20
-"""Working memory of one panel of `K` in float64."""
 
 
 class MixedOperator(AbstractWrapper):
@@ -64,10 +62,13 @@ class MixedOperator(AbstractWrapper):
     def dense(self) -> Float[Array, "nc nc"]:
         return self.op.dense().astype(self.dtype)
 
+    def cut(self, num_points: int) -> "MixedOperator":
+        return MixedOperator(self.op.cut(num_points))
+
 
 def _wide_product(matrix: Float[Array, "rows cols"], v: Float[Array, "cols k"]) -> Array:
     rows, cols = matrix.shape
-    panel = min(rows, max(1, PANEL_BYTES // (8 * cols)))
+    panel = panel_rows(rows, cols * jnp.dtype(v.dtype).itemsize)
 
     def add(i: Array, result: Array) -> Array:
         # The last panel starts early instead of being short: some rows are written twice.

@@ -1,13 +1,16 @@
 """`K` with its rows on a mesh, and `K` with a border of new points. Neither is ever gathered."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
+from .._support.compile import jit
 from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
 from ._dense import DenseOperator, KroneckerOperator
 from ._layout import AXIS, Layout, map_shards
@@ -167,3 +170,33 @@ class BorderedOperator(AbstractKernelOperator):
         if C.shape[0] == self.op.num_points and c > 1:
             C = jnp.kron(C, jnp.eye(c, dtype=C.dtype))
         return jnp.block([[self.op.dense(), C], [C.T, self.corner.dense()]])
+
+    @classmethod
+    def around(cls, op: AbstractKernelOperator, columns: Array) -> "BorderedOperator":
+        """`op` with an empty border that takes `columns` like these."""
+        each = 1 if columns.ndim == 2 else op.num_outputs
+        kind = KroneckerOperator if columns.ndim == 2 else DenseOperator
+        corner = kind(jnp.zeros((0, 0), columns.dtype), op.num_outputs)
+        return cls(op, jnp.zeros((op.num_points * each, 0), columns.dtype), corner)
+
+    def with_columns(self, columns: Array, start: int, stop: int) -> "BorderedOperator":
+        n, m = self.op.num_points, stop - start
+        each = 1 if columns.ndim == 2 else self.num_outputs
+        width = (columns.shape[0] - n) * each
+        top = columns[:n].reshape(n * each, m * each)
+        cross = _write_border(self.cross, top, np.asarray((start - n) * each), width=width)
+        corner = self.corner.with_columns(columns[n:], start - n, stop - n)
+        return BorderedOperator(self.op, cross, corner)
+
+    def cut(self, num_points: int) -> "BorderedOperator":
+        left = num_points - self.op.num_points
+        each = self.cross.shape[1] // max(self.corner.num_points, 1)
+        return BorderedOperator(self.op, self.cross[:, : left * each], self.corner.cut(left))
+
+
+@partial(jit, static_argnames="width")
+def _write_border(
+    cross: Float[Array, "rows old"], top: Float[Array, "rows m"], start: Int[Any, ""], *, width: int
+) -> Float[Array, "rows width"]:
+    grown = jnp.pad(cross, ((0, 0), (0, width - cross.shape[1])))
+    return jax.lax.dynamic_update_slice_in_dim(grown, top.astype(cross.dtype), start, axis=1)

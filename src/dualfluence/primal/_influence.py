@@ -35,9 +35,9 @@ from .._support.options import (
     check_on_failure,
     maybe,
 )
-from ..dual._fitted import OnFailure
-from ..dual._newton import CURVATURE_SLACK, Clock, NotConverged, Stats
+from ..dual._newton import CURVATURE_SLACK
 from ..dual._readout import outputs_at
+from ..dual._record import Clock, NotConverged, OnFailure, Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_network, check_params

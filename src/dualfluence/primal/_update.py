@@ -12,8 +12,8 @@ from .._support.checks import check_finite, check_queries
 from .._support.compile import filter_jit
 from .._support.options import check_flag
 from .._support.trees import tree_norm
-from ..dual._newton import Stats
 from ..dual._readout import outputs_at
+from ..dual._record import Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..problem._edits import TrainingSet, targets_like
@@ -65,41 +65,39 @@ class PrimalUpdate(eqx.Module):
         return change
 
     def delta_loss(
-        self, xq: Any, targets: Any, *, include_ridge: bool = False, linearised: bool = True
+        self, xq: Any, targets: Any, *, first_order: bool = False, include_ridge: bool = False
     ) -> Float[Array, " q"]:
-        r"""Change of the loss at queries, positive where the edit makes it worse.
+        r"""Change of the loss at queries, positive where the edit makes it worse:
 
-        $$\nabla\ell(f_q)\cdot J_q\Delta\theta \;[+\; \lambda(\theta^\star-\theta_0)\cdot\Delta\theta]$$
-
-        (paper, eq. 3).
+        $$\ell(f_q(\theta^\star+\Delta\theta))-\ell(f_q)\qquad\text{or, to first order,}\qquad
+          \nabla\ell(f_q)\cdot J_q\Delta\theta .$$
 
         **Arguments:**
 
+        - `first_order`: the paper's estimate (eq. 3) instead of the loss after less the loss before.
         - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper counts into the loss of
-          every single point.
-        - `linearised`: `False` evaluates loss (and ridge term) before and after instead of their
-          first-order change.
+          every single point, to first order if `first_order`.
         """
         xq = check_queries(xq, self.data.x)
         check_flag("delta_loss: include_ridge", include_ridge)
-        check_flag("delta_loss: linearised", linearised)
+        check_flag("delta_loss: first_order", first_order)
         f = outputs_at(self.model, self.before, xq, self.linearised)
         y = targets_like("delta_loss", targets, self.data.targets, self.loss, f.shape[1])
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
-        if linearised:
+        if first_order:
             change = jnp.sum(self.loss.grad(f, y) * self.delta_outputs(xq), axis=1)
         else:
             change = self.loss.value(self.predict(xq), y) - self.loss.value(f, y)
         check_finite("delta_loss", change)
-        return change + self._ridge_change(linearised) if include_ridge else change
+        return change + self._ridge_change(first_order) if include_ridge else change
 
-    def _ridge_change(self, linearised: bool) -> Float[Array, ""]:
+    def _ridge_change(self, first_order: bool) -> Float[Array, ""]:
         """`λ(δ·Δθ)` or `λ(δ·Δθ + ½‖Δθ‖²)`, with `δ = θ* − θ₀`: no difference of large squares."""
         moved = moved_params(self.model, self.before)
         pairs = jax.tree.map(lambda d, step: jnp.sum(d * step), moved, self.delta_params)
         change = sum(jax.tree.leaves(pairs), start=jnp.zeros((), self.model.dtype))
-        if not linearised:
+        if not first_order:
             change = change + 0.5 * tree_norm(self.delta_params) ** 2
         return self.ridge * change
 

@@ -2,10 +2,11 @@
 
 import abc
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -29,11 +30,13 @@ class TrainingSet:
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
     Removed points keep their row with weight zero: positions never shift and nothing recompiles.
+    `purged` are the positions whose features and targets are gone, so that no edit can bring them back.
     """
 
     x: Array
     targets: Array
     sample_weights: np.ndarray
+    purged: np.ndarray | None = None
 
     @property
     def num_points(self) -> int:
@@ -161,7 +164,8 @@ def apply_edits(
     loss: AbstractLoss,
     num_outputs: int,
 ) -> TrainingSet:
-    """All edits in order, checked so that some weight is left."""
+    """All edits in order, checked so that some weight is left and nothing purged comes back."""
+    purged = data.purged
     for edit in edits if isinstance(edits, (list, tuple)) else [edits]:
         if not isinstance(edit, AbstractEdit):
             name = f"the class {edit.__name__}" if isinstance(edit, type) else type(edit).__name__
@@ -175,7 +179,15 @@ def apply_edits(
             "edit: every point has been removed or has weight zero; the mean loss over nothing is "
             "not defined. Keep at least one point."
         )
-    return data
+    if purged is None:
+        return data
+    back = purged[data.sample_weights[purged] > 0]
+    if back.size:
+        raise ValueError(
+            f"edit: point {int(back[0])} was purged: its features and target are gone. Use Add to "
+            "bring it in again."
+        )
+    return replace(data, purged=purged)
 
 
 def targets_like(
@@ -232,8 +244,9 @@ def _appended(
         )
     check_finite(f"{name} x", x)
     new_x = as_dtype(f"{name} x", x, data.x.dtype)
+    # On the host: on the device every number of points would be a program of its own.
     return TrainingSet(
-        jnp.concatenate([data.x, new_x]),
-        jnp.concatenate([data.targets, jnp.asarray(targets)]),
+        jax.device_put(np.concatenate([data.x, new_x])),
+        jax.device_put(np.concatenate([data.targets, targets])),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )

@@ -5,7 +5,7 @@ $$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0
   \nabla L_w = J^\top\rho,\quad \rho = g + \lambda\alpha .$$
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -13,6 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..losses import AbstractFactor, AbstractLoss
+from ..operators._layout import Layout
+from ._edits import TrainingSet
 
 # Weights and ridge come from the host, and compiled functions take them as they are.
 if TYPE_CHECKING:
@@ -22,23 +24,51 @@ else:
 
 
 class State(eqx.Module):
-    """Dual variables and their product with `K`, which is all that outputs and norms need."""
+    """Dual variables and their product with `K`, which is all that outputs and norms need.
+
+    - `alpha`: `α`.
+    - `k_alpha`: `Kα`, from one product or as the sum of several.
+    - `drift`: how much more than one product `k_alpha` has rounded, in the units of `reach`; zero
+      right after a product of its own.
+    """
 
     alpha: Float[Array, "n c"]
     k_alpha: Float[Array, "n c"]
+    drift: Float[AnyArray, ""]
 
-    def moved(self, delta: Float[Array, "n c"], k_delta: Float[Array, "n c"]) -> "State":
-        return State(self.alpha + delta, self.k_alpha + k_delta)
+    def __init__(self, alpha: Array, k_alpha: Array, drift: Any = None) -> None:
+        self.alpha, self.k_alpha = alpha, k_alpha
+        none: Any = np.zeros((), alpha.dtype)
+        self.drift = none if drift is None else drift
+
+    def moved(
+        self, delta: Float[Array, "n c"], k_delta: Float[Array, "n c"], drift: Any = 0.0
+    ) -> "State":
+        """After a step whose own product with `K` rounds by `drift`."""
+        return State(self.alpha + delta, self.k_alpha + k_delta, self.drift + drift)
 
 
 class Problem(eqx.Module):
-    """A weighted training set seen through a kernel: `f = offset + Kα`."""
+    """A weighted training set seen through a kernel: `f = offset + Kα`.
+
+    - `loss`, `targets`, `weights`: `ℓ`, `y` and `w`, which sum to one.
+    - `ridge`: `λ`.
+    - `offset`: outputs at `α = 0`.
+    - `epsilon`: rounding unit of the arithmetic that made `K` and the outputs; by default that of
+      their dtype.
+    """
 
     loss: AbstractLoss
     targets: Array
     weights: Float[AnyArray, " n"]
     ridge: Float[AnyArray, ""]
     offset: Float[Array, "n c"]
+    epsilon: float | None = eqx.field(static=True, default=None)
+
+    @property
+    def eps(self) -> float:
+        own = float(jnp.finfo(self.offset.dtype).eps)
+        return own if self.epsilon is None else max(own, self.epsilon)
 
     def outputs(self, state: State) -> Float[Array, "n c"]:
         return self.offset + state.k_alpha
@@ -49,6 +79,14 @@ class Problem(eqx.Module):
         ridge_term = 0.5 * self.ridge * jnp.sum(state.alpha * state.k_alpha)
         return jnp.sum(self.weights * losses) + ridge_term
 
+    def value_noise(self, state: State) -> Float[Array, ""]:
+        """What rounding of outputs and of the sum can add to `value`."""
+        f = self.outputs(state)
+        losses = jnp.abs(self.loss.value(f, self.targets))
+        slopes = jnp.sum(jnp.abs(self.loss.grad(f, self.targets) * f), axis=1)
+        ridge_term = self.ridge * jnp.sum(jnp.abs(state.alpha * state.k_alpha))
+        return self.eps * (jnp.sum(self.weights * (losses + slopes)) + ridge_term)
+
     def loss_grad(self, state: State) -> Float[Array, "n c"]:
         """`g_i = w_i ∇ℓ_i`."""
         return self.weights[:, None] * self.loss.grad(self.outputs(state), self.targets)
@@ -57,6 +95,33 @@ class Problem(eqx.Module):
         """`ρ = g + λα`, zero at the optimum."""
         return self.loss_grad(state) + self.ridge * state.alpha
 
+    def residual_noise(
+        self, state: State, output_noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        """What rounding can add to `residual` where outputs are off by `output_noise`."""
+        f = self.outputs(state)
+        noise = self.loss.grad_noise(f, self.targets, output_noise)
+        size = jnp.abs(self.loss_grad(state)) + self.ridge * jnp.abs(state.alpha)
+        return self.weights[:, None] * noise + self.eps * size
+
     def factor(self, state: State) -> AbstractFactor:
         """`R` with `RRᵀ = W`."""
         return self.loss.hess_factor(self.outputs(state), self.targets, self.weights)
+
+
+def make_problem(
+    data: TrainingSet,
+    loss: AbstractLoss,
+    ridge: float,
+    offset: Float[Array, "n c"],
+    layout: Layout,
+    epsilon: float | None = None,
+) -> Problem:
+    """The objective's arrays, in the dtype of the outputs, on the rows of `layout`."""
+    weights: Any = data.weights.astype(offset.dtype)
+    if layout.sharding is None and layout.num_rows == data.num_points:
+        # As they are: a compiled function takes arrays of the host faster than device_put does.
+        scalar: Any = np.asarray(ridge, offset.dtype)
+        return Problem(loss, data.targets, weights, scalar, offset, epsilon)
+    targets, weights = layout.place(data.targets, "last"), layout.place(weights)
+    return Problem(loss, targets, weights, layout.scalar(ridge, offset.dtype), offset, epsilon)

@@ -2,15 +2,12 @@ from ._auto import Auto as Auto
 from ._auto import Choice as Choice
 from ._auto import resolve as resolve
 from ._base import AbstractDualSolver as AbstractDualSolver
+from ._base import LinearSystem as LinearSystem
 from ._base import Solution as Solution
 from ._cg import CG as CG
 from ._cg import conjugate_gradients as conjugate_gradients
 from ._cholesky import Cholesky as Cholesky
 from ._gathered import Gathered as Gathered
-from ._paper import AbstractPaperForm as AbstractPaperForm
-from ._paper import PaperCG as PaperCG
-from ._paper import PaperDirect as PaperDirect
-from ._paper import PaperFull as PaperFull
 from ._preconditioner import AbstractPreconditioner as AbstractPreconditioner
 from ._preconditioner import NoPreconditioner as NoPreconditioner
 from ._preconditioner import SpectralPreconditioner as SpectralPreconditioner

@@ -36,9 +36,15 @@ class Choice(NamedTuple):
 
 
 class Auto(eqx.Module):
-    """Takes a direct solve where the factorised matrix is small, preconditioned CG elsewhere."""
+    """Takes a direct solve where the factorised matrix is small, preconditioned CG elsewhere.
+
+    - `direct_size`: largest matrix that is factorised.
+    - `gather_size`: where most points are gone, the block of the others is solved alone if `K` is
+      larger than this.
+    """
 
     direct_size: int = eqx.field(static=True, default=DIRECT_SIZE)
+    gather_size: int = eqx.field(static=True, default=GATHER_SIZE)
 
     def choose(self, op: AbstractKernelOperator, num_points: int | None = None) -> Choice:
         """The solver for this operator, or for a block of it with so many points."""
@@ -68,7 +74,8 @@ def resolve(
     if isinstance(op, MixedOperator):
         solver, reason = resolve(solver, op.op, weights)
         return Choice(Refined(solver), reason)
-    rows = None if weights is None else _rows_to_gather(op, weights)
+    size = solver.gather_size if isinstance(solver, Auto) else GATHER_SIZE
+    rows = None if weights is None else _rows_to_gather(op, weights, size)
     if rows is not None:
         auto = isinstance(solver, Auto)
         inner = solver.choose(op, rows.size) if auto else Choice(solver, "asked for")
@@ -84,6 +91,8 @@ def resolve(
     return Choice(solver, "asked for")
 
 
-def _rows_to_gather(op: AbstractKernelOperator, weights: np.ndarray) -> np.ndarray | None:
+def _rows_to_gather(
+    op: AbstractKernelOperator, weights: np.ndarray, gather_size: int
+) -> np.ndarray | None:
     held = isinstance(op, (DenseOperator, KroneckerOperator))
-    return rows_that_count(weights) if held and op.matrix.shape[0] > GATHER_SIZE else None
+    return rows_that_count(weights) if held and op.matrix.shape[0] > gather_size else None

@@ -15,36 +15,67 @@ from ..operators import AbstractKernelOperator
 from ._preconditioner import AbstractPreconditioner
 
 
+class LinearSystem(eqx.Module):
+    """`(λI + WK)Δα = b`, and what helps to solve it.
+
+    - `op`, `factor`, `ridge`: `K`, `R` with `RRᵀ = W`, and `λ`.
+    - `b`, `k_b`: the right-hand side and `K b`, which a Newton step has anyway.
+    - `preconditioner`: for `B = λI + RᵀKR`.
+    - `rtol`: relative residual that an iterative solver stops at.
+    """
+
+    op: AbstractKernelOperator
+    factor: AbstractFactor
+    ridge: Float[Array, ""]
+    b: Float[Array, "n c"]
+    k_b: Float[Array, "n c"]
+    preconditioner: AbstractPreconditioner
+    rtol: Float[Array, ""]
+
+    def defect(
+        self, value: Float[Array, "n c"], k_value: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        """`b − (λI + WK)Δα`."""
+        return self.b - self.ridge * value - self.factor.hess_mv(k_value)
+
+    def relative_residual(
+        self, value: Float[Array, "n c"], k_value: Float[Array, "n c"]
+    ) -> Float[Array, ""]:
+        """`‖b − (λI + WK)Δα‖ / ‖b‖`."""
+        size = jnp.maximum(jnp.linalg.norm(self.b), jnp.finfo(self.b.dtype).tiny)
+        return jnp.linalg.norm(self.defect(value, k_value)) / size
+
+
 class Solution(eqx.Module):
-    """A solve and how it went. `k_value` is `K·value`; `products` counts products with `K`."""
+    """A solve and how it went.
+
+    - `value`, `k_value`: `Δα` and `KΔα`.
+    - `reach`: size of the vectors whose products with `K` add up to `k_value`. Where they are larger
+      than `value` they cancel, and `k_value` has rounded in proportion to them.
+    - `iterations`, `products`: of the solver, and products with `K` in all.
+    - `residual`, `converged`: relative residual of the system, and whether it is what was asked for.
+    - `jitter`: shift of the diagonal that a factorisation needed; zero for none.
+    """
 
     value: Float[Array, "n c"]
     k_value: Float[Array, "n c"]
+    reach: Float[Array, "n c"]
     iterations: Int[Array, ""]
     residual: Float[Array, ""]
     converged: Bool[Array, ""]
     products: Int[Array, ""]
+    jitter: Float[Array, ""]
 
 
 class AbstractDualSolver(eqx.Module):
     """Solves `(λI + WK)Δα = b` for any edit and loss."""
 
     @abc.abstractmethod
-    def solve(
-        self,
-        op: AbstractKernelOperator,
-        factor: AbstractFactor,
-        ridge: Float[Array, ""],
-        b: Float[Array, "n c"],
-        k_b: Float[Array, "n c"],
-        *,
-        preconditioner: AbstractPreconditioner,
-        rtol: Float[Array, ""],
-    ) -> Solution:
-        """`Δα` and `KΔα`, given `b` and `Kb`. `rtol` is a relative residual for iterative ones."""
+    def solve(self, system: LinearSystem) -> Solution:
+        """`Δα` and `KΔα`."""
 
     def describe(self, op: AbstractKernelOperator) -> str:
-        """The solver and why it was chosen, for reports."""
+        """The solver in words, for reports."""
         return _name(self)
 
 
@@ -52,17 +83,3 @@ class AbstractDualSolver(eqx.Module):
 def _name(solver: AbstractDualSolver) -> str:
     """Pretty-printing takes as long as a small solve: once per solver."""
     return repr(solver)
-
-
-def relative_residual(
-    op: AbstractKernelOperator,
-    factor: AbstractFactor,
-    ridge: Float[Array, ""],
-    b: Float[Array, "n c"],
-    value: Float[Array, "n c"],
-    k_value: Float[Array, "n c"],
-) -> Float[Array, ""]:
-    """`‖b − (λI + WK)Δα‖ / ‖b‖`."""
-    defect = b - ridge * value - factor.hess_mv(k_value)
-    tiny = jnp.finfo(b.dtype).tiny
-    return jnp.linalg.norm(defect) / jnp.maximum(jnp.linalg.norm(b), tiny)

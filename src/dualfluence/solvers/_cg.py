@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from ..losses import AbstractFactor
-from ..operators import AbstractKernelOperator
-from ._base import AbstractDualSolver, Solution
-from ._preconditioner import AbstractPreconditioner
+from ._base import AbstractDualSolver, LinearSystem, Solution
 
 Vector = Float[Array, "..."]
+
+CANCELLATION = 16.0
+"""Terms of a solution that are so many times larger than itself cost a product `K·solution` of its own.
+Doubled, the sum of products loses one bit more before that."""
 
 
 class CGResult(eqx.Module):
@@ -70,7 +71,8 @@ def conjugate_gradients(
         x, extra, r, p, rz, step, _, _ = carry
         Ap, side_p = mv(p)
         curvature = jnp.sum(p * Ap)
-        bad = ~(curvature > 0)
+        # Either of them can only fail by rounding or where K is not a kernel: stop where we are.
+        bad = ~((curvature > 0) & (rz > 0))
         a = jnp.where(bad, 0, rz / jnp.where(bad, 1, curvature))
         r = r - a * Ap
         z = precondition(r)
@@ -91,37 +93,42 @@ class CG(AbstractDualSolver):
 
     max_steps: int = eqx.field(static=True, default=1000)
 
-    def solve(
-        self,
-        op: AbstractKernelOperator,
-        factor: AbstractFactor,
-        ridge: Float[Array, ""],
-        b: Float[Array, "n c"],
-        k_b: Float[Array, "n c"],
-        *,
-        preconditioner: AbstractPreconditioner,
-        rtol: Float[Array, ""],
-    ) -> Solution:
+    def solve(self, system: LinearSystem) -> Solution:
+        op, factor, ridge, b = system.op, system.factor, system.ridge, system.b
+
         def mv(p: Vector) -> tuple[Vector, Vector]:
             k_r_p = op.mv(factor.mv(p))
             return ridge * p + factor.rmv(k_r_p), k_r_p
 
         # The residual of (★) is R r/λ for a residual r here, and that is what has to be small
         # next to b: measured on r itself, a loose solve need not reduce the gradient at all.
-        scale = ridge * jnp.maximum(jnp.linalg.norm(b), jnp.finfo(b.dtype).tiny)
+        scale = jnp.maximum(ridge * jnp.linalg.norm(b), jnp.finfo(b.dtype).tiny)
         result = conjugate_gradients(
             mv,
-            factor.rmv(k_b),
+            factor.rmv(system.k_b),
             measure=lambda r: jnp.linalg.norm(factor.mv(r)) / scale,
-            rtol=rtol,
+            rtol=system.rtol,
             max_steps=self.max_steps,
-            precondition=preconditioner.inverse(factor, ridge),
+            precondition=system.preconditioner.inverse(factor, ridge),
+        )
+        r_z = factor.mv(result.x)
+        value = (b - r_z) / ridge
+        terms = (jnp.abs(b) + jnp.abs(r_z)) / ridge
+        # Where the terms cancel, value keeps the error of that and the summed product another: the
+        # two would be of different models. A product of its own is then worth its price.
+        cancelled = jnp.linalg.norm(terms) > CANCELLATION * jnp.linalg.norm(value)
+        k_value, reach = jax.lax.cond(
+            cancelled,
+            lambda: (op.mv(value), jnp.abs(value)),
+            lambda: ((system.k_b - result.extra) / ridge, terms),
         )
         return Solution(
-            value=(b - factor.mv(result.x)) / ridge,
-            k_value=(k_b - result.extra) / ridge,
+            value=value,
+            k_value=k_value,
+            reach=reach,
             iterations=result.iterations,
             residual=result.residual,
             converged=result.converged & ~result.indefinite,
-            products=result.iterations,
+            products=result.iterations + cancelled,
+            jitter=jnp.zeros((), b.dtype),
         )

@@ -1,6 +1,7 @@
 """Direct solves; each kernel structure has its own."""
 
 from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -9,13 +10,16 @@ from jaxtyping import Array, Float
 
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, LowRankOperator
-from ._base import AbstractDualSolver, Solution, relative_residual
-from ._preconditioner import AbstractPreconditioner
+from ._base import AbstractDualSolver, LinearSystem, Solution
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
 Inverse = Callable[[Array, Array], Array]
 """`(b, Kb) ↦ (λI + WK)⁻¹ b`."""
+
+JITTER = 4.0
+"""Where rounding makes a matrix indefinite, `λ` of that step is raised by this many `eps` of its trace.
+Doubled, such steps are shorter; the answer and its certificate do not depend on it."""
 
 
 class Cholesky(AbstractDualSolver):
@@ -34,32 +38,25 @@ class Cholesky(AbstractDualSolver):
 
     refinements: int = eqx.field(static=True, default=1)
 
-    def solve(
-        self,
-        op: AbstractKernelOperator,
-        factor: AbstractFactor,
-        ridge: Float[Array, ""],
-        b: Float[Array, "n c"],
-        k_b: Float[Array, "n c"],
-        *,
-        preconditioner: AbstractPreconditioner,
-        rtol: Float[Array, ""],
-    ) -> Solution:
-        inverse = _factorise(op, factor, ridge)
-        value = inverse(b, k_b)
+    def solve(self, system: LinearSystem) -> Solution:
+        op = system.op
+        inverse, jitter = _factorise(op, system.factor, system.ridge)
+        value = inverse(system.b, system.k_b)
         k_value = op.mv(value)
         for _ in range(self.refinements):
-            defect = b - ridge * value - factor.hess_mv(k_value)
+            defect = system.defect(value, k_value)
             value = value + inverse(defect, op.mv(defect))
             k_value = op.mv(value)
-        residual = relative_residual(op, factor, ridge, b, value, k_value)
+        residual = system.relative_residual(value, k_value)
         return Solution(
             value=value,
             k_value=k_value,
+            reach=jnp.abs(value),
             iterations=jnp.asarray(0),
             residual=residual,
-            converged=jnp.isfinite(residual),
+            converged=residual <= jnp.sqrt(jnp.finfo(residual.dtype).eps),
             products=jnp.asarray(1 + 2 * self.refinements),
+            jitter=jitter,
         )
 
     def describe(self, op: AbstractKernelOperator) -> str:
@@ -67,8 +64,10 @@ class Cholesky(AbstractDualSolver):
         return f"Cholesky of {type(op).__name__} made dense" if densified else "Cholesky"
 
 
-def _factorise(op: AbstractKernelOperator, factor: AbstractFactor, ridge: Array) -> Inverse:
-    """`(b, Kb) ↦ (λI + WK)⁻¹ b` from the cheapest factorisation for this structure."""
+def _factorise(
+    op: AbstractKernelOperator, factor: AbstractFactor, ridge: Array
+) -> tuple[Inverse, Array]:
+    """`(b, Kb) ↦ (λI + WK)⁻¹ b` from the cheapest factorisation for this structure, and its jitter."""
     if isinstance(op, KroneckerOperator) and isinstance(factor, DiagonalFactor):
         return _kronecker_diagonal(op, factor, ridge)
     if isinstance(op, KroneckerOperator) and isinstance(factor, SoftmaxFactor):
@@ -78,6 +77,21 @@ def _factorise(op: AbstractKernelOperator, factor: AbstractFactor, ridge: Array)
     return _dense(op, factor, ridge)
 
 
+def _with_jitter(
+    factors_at: Callable[[Array], Any], ridge: Array, trace: Array
+) -> tuple[Any, Array]:
+    """Cholesky factors at `ridge`, or at a larger one where rounding made a matrix indefinite.
+
+    The larger ridge takes the place of `λ` in the whole step: a shorter step, downhill still.
+    """
+    factors = factors_at(ridge)
+    failed = jnp.stack([jnp.isnan(part).any() for part in jax.tree.leaves(factors)]).any()
+    larger = ridge + JITTER * jnp.finfo(ridge.dtype).eps * trace
+    return jax.lax.cond(
+        failed, lambda: (factors_at(larger), larger), lambda: (factors, jnp.asarray(ridge))
+    )
+
+
 def _symmetric_form(
     solve_b: Callable[[Array], Array], factor: AbstractFactor, ridge: Array
 ) -> Inverse:
@@ -85,85 +99,112 @@ def _symmetric_form(
     return lambda b, k_b: (b - factor.mv(solve_b(factor.rmv(k_b)))) / ridge
 
 
-def _dense(op: AbstractKernelOperator, factor: AbstractFactor, ridge: Array) -> Inverse:
+def _columns(chols: Float[Array, "k n n"], v: Float[Array, "n k"]) -> Float[Array, "n k"]:
+    """Each column of `v` solved with its own factor, one after the other.
+
+    A batched solve holds all factors once more in its own layout, and on a GPU once more for every
+    solve in the program.
+    """
+    solve = lambda pair: jax.scipy.linalg.cho_solve((pair[0], True), pair[1])  # noqa: E731
+    return jax.lax.map(solve, (chols, v.T)).T
+
+
+def _dense(
+    op: AbstractKernelOperator, factor: AbstractFactor, ridge: Array
+) -> tuple[Inverse, Array]:
     n, c = op.num_points, op.num_outputs
-    half = factor.rmv(op.dense().reshape(n, c, n * c)).reshape(n * c, n * c)
-    B = factor.rmv(half.T.reshape(n, c, n * c)).reshape(n * c, n * c)
-    B = B + ridge * jnp.eye(n * c, dtype=B.dtype)
-    chol = jax.scipy.linalg.cho_factor(B, lower=True)
-    return _symmetric_form(
-        lambda v: jax.scipy.linalg.cho_solve(chol, v.reshape(-1)).reshape(v.shape), factor, ridge
+
+    def cholesky(ridge: Array) -> Array:
+        half = factor.rmv(op.dense().reshape(n, c, n * c)).reshape(n * c, n * c)
+        B = factor.rmv(half.T.reshape(n, c, n * c)).reshape(n * c, n * c)
+        return jnp.linalg.cholesky(B + ridge * jnp.eye(n * c, dtype=B.dtype))
+
+    trace = jnp.sum(factor.hess_diagonal() * op.diagonal())
+    chol, used = _with_jitter(cholesky, ridge, trace)
+
+    def solve_b(v: Array) -> Array:
+        return jax.scipy.linalg.cho_solve((chol, True), v.reshape(-1)).reshape(v.shape)
+
+    return _symmetric_form(solve_b, factor, used), used - ridge
+
+
+def _scaled_choleskys(S: Array, roots: Float[Array, "k n"], ridge: Array) -> Float[Array, "k n n"]:
+    """Factors of `λI + diag(r)Σdiag(r)` for each row `r`, one after the other to save memory."""
+    eye = jnp.eye(S.shape[0], dtype=S.dtype)
+    return jax.lax.map(
+        lambda root: jnp.linalg.cholesky(ridge * eye + root[:, None] * S * root[None, :]), roots
     )
 
 
-def _kronecker_diagonal(op: KroneckerOperator, factor: DiagonalFactor, ridge: Array) -> Inverse:
+def _kronecker_diagonal(
+    op: KroneckerOperator, factor: DiagonalFactor, ridge: Array
+) -> tuple[Inverse, Array]:
     """`B` splits by output; outputs with equal curvature share one factor."""
     scales = factor.scale.T
-
-    def cholesky(scale: Array) -> Array:
-        B = scale[:, None] * op.matrix * scale[None, :]
-        return jnp.linalg.cholesky(B + ridge * jnp.eye(B.shape[0], dtype=B.dtype))
-
-    chols = jax.lax.map(cholesky, scales)
+    trace = jnp.max(jnp.dot(scales**2, jnp.diagonal(op.matrix), precision=HIGHEST))
+    chols, used = _with_jitter(lambda r: _scaled_choleskys(op.matrix, scales, r), ridge, trace)
 
     def solve_b(v: Array) -> Array:
         if scales.shape[0] == 1:
             return jax.scipy.linalg.cho_solve((chols[0], True), v)
-        columns = jax.vmap(lambda chol, u: jax.scipy.linalg.cho_solve((chol, True), u))
-        return columns(chols, v.T).T
+        return _columns(chols, v)
 
-    return _symmetric_form(solve_b, factor, ridge)
+    return _symmetric_form(solve_b, factor, used), used - ridge
 
 
-def _kronecker_softmax(op: KroneckerOperator, factor: SoftmaxFactor, ridge: Array) -> Inverse:
+def _kronecker_softmax(
+    op: KroneckerOperator, factor: SoftmaxFactor, ridge: Array
+) -> tuple[Inverse, Array]:
     r"""`c + 1` factorisations of size `n`, as in multi-class Laplace approximation for GPs.
 
     With `D = diag(w_i p_ia)` and `E_a = (Σ/λ + D_a⁻¹)⁻¹`, the softmax Hessian's rank-one terms
     leave `(Σ⊗I/λ + W⁺)⁻¹ = E − E𝟙(Σ_a E_a)⁻¹𝟙ᵀE` (Rasmussen & Williams, section 3.5).
     """
     S = op.matrix
-    n = S.shape[0]
-    eye = jnp.eye(n, dtype=S.dtype)
     roots = (factor.root_weights * factor.root_probs).T
-
-    def cholesky(root: Array) -> Array:
-        return jnp.linalg.cholesky(ridge * eye + root[:, None] * S * root[None, :])
-
-    chols = jax.lax.map(cholesky, roots)
-
-    def times_e(v: Array) -> Array:
-        columns = jax.vmap(lambda chol, u: jax.scipy.linalg.cho_solve((chol, True), u))
-        return ridge * (roots * columns(chols, roots * v.T)).T
-
-    def add_e(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
-        chol, root = pair
-        half = jax.scipy.linalg.solve_triangular(chol, jnp.diag(root), lower=True)
-        return total + ridge * jnp.dot(half.T, half, precision=HIGHEST), None
-
     # A removed point has a zero row and column here; a one on its diagonal keeps the sum
     # invertible and touches nothing, because E is zero there too.
     gone = (factor.root_weights[:, 0] == 0).astype(S.dtype)
-    total, _ = jax.lax.scan(add_e, jnp.diag(gone), (chols, roots))
-    chol_total = (jnp.linalg.cholesky(total), True)
+
+    def factors(ridge: Array) -> tuple[Array, Array]:
+        chols = _scaled_choleskys(S, roots, ridge)
+
+        def add_e(total: Array, pair: tuple[Array, Array]) -> tuple[Array, None]:
+            chol, root = pair
+            half = jax.scipy.linalg.solve_triangular(chol, jnp.diag(root), lower=True)
+            return total + ridge * jnp.dot(half.T, half, precision=HIGHEST), None
+
+        total, _ = jax.lax.scan(add_e, jnp.diag(gone), (chols, roots))
+        return chols, jnp.linalg.cholesky(total)
+
+    trace = jnp.max(jnp.dot(roots**2, jnp.diagonal(S), precision=HIGHEST))
+    (chols, chol_total), used = _with_jitter(factors, ridge, trace)
+
+    def times_e(v: Array) -> Array:
+        return used * roots.T * _columns(chols, roots.T * v)
 
     def inverse(b: Array, k_b: Array) -> Array:
-        e = times_e(k_b / ridge)
-        mean = jax.scipy.linalg.cho_solve(chol_total, jnp.sum(e, axis=1))
+        e = times_e(k_b / used)
+        mean = jax.scipy.linalg.cho_solve((chol_total, True), jnp.sum(e, axis=1))
         correction = times_e(jnp.broadcast_to(mean[:, None], e.shape))
-        return (b - e + correction) / ridge
+        return (b - e + correction) / used
 
-    return inverse
+    return inverse, used - ridge
 
 
-def _low_rank(op: LowRankOperator, factor: AbstractFactor, ridge: Array) -> Inverse:
+def _low_rank(op: LowRankOperator, factor: AbstractFactor, ridge: Array) -> tuple[Inverse, Array]:
     """Woodbury: `B⁻¹ = (I − A(λI + AᵀA)⁻¹Aᵀ)/λ` with `A = RᵀΦ`."""
     A = factor.rmv(op.features).reshape(-1, op.features.shape[2])
-    gram = jnp.dot(A.T, A, precision=HIGHEST) + ridge * jnp.eye(A.shape[1], dtype=A.dtype)
-    chol = jax.scipy.linalg.cho_factor(gram, lower=True)
+    gram = jnp.dot(A.T, A, precision=HIGHEST)
+
+    def cholesky(ridge: Array) -> Array:
+        return jnp.linalg.cholesky(gram + ridge * jnp.eye(A.shape[1], dtype=A.dtype))
+
+    chol, used = _with_jitter(cholesky, ridge, jnp.trace(gram))
 
     def solve_b(v: Array) -> Array:
         flat = v.reshape(-1)
-        inner = jax.scipy.linalg.cho_solve(chol, jnp.dot(A.T, flat, precision=HIGHEST))
-        return ((flat - jnp.dot(A, inner, precision=HIGHEST)) / ridge).reshape(v.shape)
+        inner = jax.scipy.linalg.cho_solve((chol, True), jnp.dot(A.T, flat, precision=HIGHEST))
+        return ((flat - jnp.dot(A, inner, precision=HIGHEST)) / used).reshape(v.shape)
 
-    return _symmetric_form(solve_b, factor, ridge)
+    return _symmetric_form(solve_b, factor, used), used - ridge

@@ -3,13 +3,12 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
-from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, take_block
-from ._base import AbstractDualSolver, Solution
-from ._preconditioner import AbstractPreconditioner
+from ._base import AbstractDualSolver, LinearSystem, Solution
 
 
 class Gathered(AbstractDualSolver):
@@ -25,40 +24,28 @@ class Gathered(AbstractDualSolver):
     inner: AbstractDualSolver
     rows: Int[Array | np.ndarray, " m"]
 
-    def solve(
-        self,
-        op: AbstractKernelOperator,
-        factor: AbstractFactor,
-        ridge: Float[Array, ""],
-        b: Float[Array, "n c"],
-        k_b: Float[Array, "n c"],
-        *,
-        preconditioner: AbstractPreconditioner,
-        rtol: Float[Array, ""],
-    ) -> Solution:
+    def solve(self, system: LinearSystem) -> Solution:
         rows: Any = self.rows
+        op, ridge = system.op, system.ridge
         take = lambda tree: jax.tree.map(lambda a: a[rows] if a.ndim else a, tree)  # noqa: E731
         assert isinstance(op, (DenseOperator, KroneckerOperator))
-        block, factor_s, b_s = take_block(op, rows), take(factor), b[rows]
-        k_sf = (k_b[rows] - block.mv(b_s)) / ridge
+        block, factor_s, b_s = take_block(op, rows), take(system.factor), system.b[rows]
+        k_sf = (system.k_b[rows] - block.mv(b_s)) / ridge
         rhs = b_s - factor_s.hess_mv(k_sf)
+        pre = take(system.preconditioner)
         part = self.inner.solve(
-            block,
-            factor_s,
-            ridge,
-            rhs,
-            block.mv(rhs),
-            preconditioner=take(preconditioner),
-            rtol=rtol,
+            LinearSystem(block, factor_s, ridge, rhs, block.mv(rhs), pre, system.rtol)
         )
-        value = (b / ridge).at[rows].set(part.value)
+        value = (system.b / ridge).at[rows].set(part.value)
         return Solution(
             value=value,
             k_value=op.mv(value),
+            reach=jnp.abs(value),
             iterations=part.iterations,
             residual=part.residual,
             converged=part.converged,
             products=part.products + 3,
+            jitter=part.jitter,
         )
 
     def describe(self, op: AbstractKernelOperator) -> str:

@@ -1,19 +1,31 @@
 """Iterative refinement: float32 solves inside, float64 residuals outside."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator, MixedOperator
-from ._base import AbstractDualSolver, Solution
-from ._preconditioner import AbstractPreconditioner
+from ._base import AbstractDualSolver, LinearSystem, Solution
 
 INNER_RTOL = 1e-4
 """What a float32 solve is asked for; each refinement gains about that factor."""
+
+
+class _Round(NamedTuple):
+    """Where refinement stands: the answer so far, its defect, and what it took."""
+
+    value: Array
+    k_value: Array
+    defect: Array
+    relative: Array
+    before: Array
+    rounds: Array
+    iterations: Array
+    products: Array
+    jitter: Array
 
 
 class Refined(AbstractDualSolver):
@@ -26,64 +38,63 @@ class Refined(AbstractDualSolver):
     inner: AbstractDualSolver
     max_rounds: int = eqx.field(static=True, default=10)
 
-    def solve(
-        self,
-        op: AbstractKernelOperator,
-        factor: AbstractFactor,
-        ridge: Float[Array, ""],
-        b: Float[Array, "n c"],
-        k_b: Float[Array, "n c"],
-        *,
-        preconditioner: AbstractPreconditioner,
-        rtol: Float[Array, ""],
-    ) -> Solution:
+    def solve(self, system: LinearSystem) -> Solution:
+        op, b, rtol = system.op, system.b, system.rtol
         assert isinstance(op, MixedOperator)
         narrow = op.op.dtype
-        low_factor, low_ridge = _cast(factor, narrow), ridge.astype(narrow)
+        tiny = jnp.finfo(b.dtype).tiny
+        size = jnp.maximum(jnp.linalg.norm(b), tiny)
+        low_factor = _cast(system.factor, narrow)
+        low_ridge = jnp.asarray(system.ridge, narrow)
         loose = jnp.maximum(rtol, INNER_RTOL).astype(narrow)
-        size = jnp.maximum(jnp.linalg.norm(b), jnp.finfo(b.dtype).tiny)
 
-        def unfinished(carry: tuple[Array, ...]) -> Array:
-            *_, relative, before, rounds, _, _ = carry
-            helping = (relative < 0.5 * before) | (rounds == 0)
-            return (relative > rtol) & helping & (rounds < self.max_rounds)
+        def unfinished(at: _Round) -> Array:
+            helping = (at.relative < 0.5 * at.before) | (at.rounds == 0)
+            return (at.relative > rtol) & helping & (at.rounds < self.max_rounds)
 
-        def advance(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            value, k_value, defect, relative, _, rounds, iterations, products = carry
-            scale = jnp.maximum(relative * size, jnp.finfo(b.dtype).tiny)
-            low = (defect / scale).astype(narrow)
+        def advance(at: _Round) -> _Round:
+            # The defect is brought to size one: as it shrinks, float32 would lose it.
+            scale = jnp.maximum(at.relative * size, tiny)
+            low = (at.defect / scale).astype(narrow)
             step = self.inner.solve(
-                op.op,
-                low_factor,
-                low_ridge,
-                low,
-                op.op.mv(low),
-                preconditioner=preconditioner,
-                rtol=loose,
+                LinearSystem(
+                    op.op, low_factor, low_ridge, low, op.op.mv(low), system.preconditioner, loose
+                )
             )
-            new = value + scale * step.value.astype(b.dtype)
-            k_new = op.mv(new)
-            left = b - ridge * new - factor.hess_mv(k_new)
-            error = jnp.linalg.norm(left) / size
-            better = error < relative
-            keep = lambda a, o: jnp.where(better, a, o)  # noqa: E731
-            return (
-                keep(new, value),
-                keep(k_new, k_value),
-                keep(left, defect),
-                keep(error, relative),
+            value = at.value + scale * step.value.astype(b.dtype)
+            k_value = op.mv(value)
+            defect = system.defect(value, k_value)
+            relative = jnp.linalg.norm(defect) / size
+            tried = _Round(
+                value,
+                k_value,
+                defect,
                 relative,
-                rounds + 1,
-                iterations + step.iterations,
-                products + step.products + 2,
+                at.relative,
+                at.rounds + 1,
+                at.iterations + step.iterations,
+                at.products + step.products + 2,
+                jnp.maximum(at.jitter, step.jitter.astype(b.dtype)),
             )
+            # A round that made it worse counts, but its answer is dropped.
+            kept = tried._replace(
+                value=at.value, k_value=at.k_value, defect=at.defect, relative=at.relative
+            )
+            return jax.tree.map(lambda a, o: jnp.where(relative < at.relative, a, o), tried, kept)
 
         zero, one, count = jnp.zeros_like(b), jnp.ones((), b.dtype), jnp.asarray(0)
-        start = (zero, zero, b, one, one, count, count, count)
-        value, k_value, _, relative, _, _, iterations, products = jax.lax.while_loop(
-            unfinished, advance, start
+        start = _Round(zero, zero, b, one, one, count, count, count, 0 * one)
+        end = jax.lax.while_loop(unfinished, advance, start)
+        return Solution(
+            value=end.value,
+            k_value=end.k_value,
+            reach=jnp.abs(end.value),
+            iterations=end.iterations,
+            residual=end.relative,
+            converged=end.relative <= rtol,
+            products=end.products,
+            jitter=end.jitter,
         )
-        return Solution(value, k_value, iterations, relative, relative <= rtol, products)
 
     def describe(self, op: AbstractKernelOperator) -> str:
         inner = self.inner.describe(op.op if isinstance(op, MixedOperator) else op)

@@ -2,8 +2,14 @@
 
 import hashlib
 import math
+import re
+import shutil
+import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import NotFinite, as_array, check_points
+from .._support.archive import digest
+from .._support.checks import as_array, check_points
+from .._support.files import FileError, in_words, locked, remove_stale, system_error
+from .._support.memory import STORED_TILE_BYTES
 from .._support.options import (
     check_choice,
     check_count,
@@ -24,17 +33,18 @@ from .._support.progress import ProgressFn, Ticker
 from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
 from ._format import (
+    HEADER,
+    LOCK,
     STORAGE,
     Header,
-    Store,
+    Record,
     StoreError,
-    digest,
     numpy_dtype,
-    open_store,
-    write_record,
+    write_header,
+    write_sealed,
 )
+from ._store import Store, open_store
 
-TILE_BYTES = 64 * 2**20
 IN_FLIGHT = 2
 """Tiles being written while the next is computed: what a kill can cost."""
 
@@ -48,24 +58,27 @@ def build(
     tile: int | None = None,
     dtype: str | None = None,
     verify: bool = True,
+    wait: bool = True,
     progress: bool | ProgressFn = True,
 ) -> Store:
     """Compute `K(x, x)` into the folder `path`, or finish what an earlier call began.
 
     Tiles are written as they are computed; a kill or Ctrl-C at any moment costs at most the tiles
     in flight, and calling again completes a bit-identical kernel. Only the upper triangle is
-    computed and stored.
+    computed and stored. Several processes may call this with the same path: one builds, the others
+    wait for it, and if it dies one of them goes on.
 
     **Arguments:**
 
     - `model`, `x`: as for `fit`.
-    - `path`: a folder; one that holds another model's or other points' kernel is refused.
+    - `path`: a folder, new, empty or with a store of the same model and points; any other is refused.
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)` that serve several outputs.
     - `tile`: points per side of a tile, by default such that a tile has 64 MiB.
     - `dtype`: of storage: `"float16"` or `"bfloat16"` halve the disk, `store.error` says at what
       price; by default that of the kernel.
     - `verify`: check the tiles that are already there against their checksums, and recompute those
       that do not match.
+    - `wait`: `False` raises `StoreError` at once if another process is building this store.
 
     **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel_op=...)`.
     """
@@ -74,29 +87,117 @@ def build(
     tile = maybe(check_count, "store: tile", tile)
     maybe(check_choice, "store: dtype", dtype, choices=STORAGE)
     check_flag("store: verify", verify)
+    check_flag("store: wait", wait)
     check_progress("store", progress)
     source = as_source(model)
     points = np.asarray(as_array("store: x", x))
     check_points("store: x", points)
     header = _header(source, points, num_outputs, tile, dtype)
-    if (path / "header.json").exists():
-        store = open_store(path)
-        differences = store.header.differences(header)
-        if differences:
-            raise StoreError(
-                f"store: {path} holds another kernel: {', '.join(differences)} differ. Give another "
-                "path, or delete that folder."
-            )
-    else:
-        store = Store(path, header)
-        write_record(path / "header.json", asdict(header))
-    missing = [t for t in header.tiles if not _is_done(store, t, verify)]
-    _fill(source, points, store, missing, progress)
+    is_done = Store.is_sound if verify else Store.is_recorded
+    store = _find(path, header)
+    # Records are looked at first: what is not complete is verified under the lock, once.
+    if store is not None and store.complete and all(is_done(store, t) for t in header.tiles):
+        return store  # nothing to write: a complete store may be read-only
+    with _alone(path, wait, progress):
+        store = _find(path, header)
+        if store is None:
+            with _in_words(path):
+                write_header(path, header)
+            store = Store(path, header)
+        _clean(store)
+        missing = [tile for tile in header.tiles if not is_done(store, tile)]
+        _check_space(store, missing)
+        _fill(source, points, store, missing, progress)
     return store
 
 
-def _is_done(store: Store, tile: tuple[int, int], verify: bool) -> bool:
-    return store.is_sound(tile) if verify else store.record_path(tile).exists()
+def _find(path: Path, header: Header) -> Store | None:
+    """The store in `path`, if there is one; an error if it or the folder is another's."""
+    if not (path / HEADER).exists():
+        _check_empty(path)
+        return None
+    store = open_store(path)
+    differences = store.header.differences(header)
+    if differences:
+        raise StoreError(
+            f"store: {path} holds another kernel: {', '.join(differences)} differ. Give another "
+            "path, or delete that folder."
+        )
+    return store
+
+
+def _check_empty(path: Path) -> None:
+    """A folder with other things in it is not a place for thousands of files."""
+    if path.exists() and not path.is_dir():
+        raise StoreError(f"store: {path} is a file. Give the path of a folder for the kernel.")
+    names = sorted(p.name for p in path.iterdir()) if path.exists() else []
+    foreign = [n for n in names if n != LOCK and not n.startswith(f".{HEADER}.")]
+    if foreign:
+        raise StoreError(
+            f"store: {path} is not a kernel store but holds other files ({', '.join(foreign[:3])}). Give "
+            "a new or empty folder."
+        )
+
+
+@contextmanager
+def _alone(path: Path, wait: bool, progress: bool | ProgressFn) -> Iterator[None]:
+    """The only process that writes to the store, or `StoreError`."""
+
+    def busy(process: str) -> None:
+        words = f"store: {path} is being built by process {process}"
+        if not wait:
+            raise StoreError(f"{words}. Wait for it, or call build with wait=True.")
+        if progress is True and sys.stderr.isatty():
+            print(f"{words}; waiting for it.", file=sys.stderr, flush=True)
+
+    with ExitStack() as stack:
+        with _in_words(path):
+            path.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(path / LOCK, busy))
+        yield
+
+
+@contextmanager
+def _in_words(path: Path) -> Iterator[None]:
+    """What the system refuses, full disks and read-only folders above all, as a `StoreError`."""
+    try:
+        yield
+    except FileError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"store: {error} What is done stays; the same call resumes it.") from error
+    except OSError as error:
+        raise StoreError(
+            f"store: cannot write to {path}: {in_words(error)}. What is done stays; the same call "
+            "resumes it."
+        ) from error
+
+
+def _clean(store: Store) -> None:
+    """Take away what a killed build left, and an array's description that is damaged."""
+    kernel = store.path / "kernel"
+    with _in_words(store.path):
+        remove_stale(store.path)
+        remove_stale(store.path / "tiles")
+        for left in kernel.glob("*.__lock"):  # TensorStore's own temporary files
+            left.unlink(missing_ok=True)
+        if not store.can_open():
+            (kernel / ".zarray").unlink(missing_ok=True)  # the header has all that it says
+
+
+def _check_space(store: Store, missing: list[tuple[int, int]]) -> None:
+    """Raise, before any work, unless the missing tiles fit on the disk."""
+    header = store.header
+    chunk = header.tile_bytes((0, 0))  # chunks at the edge are as large as the others
+    files = [store.chunk_path(tile) for tile in missing]
+    needed = sum(chunk - file.stat().st_size if file.exists() else chunk for file in files)
+    free = shutil.disk_usage(store.path).free
+    if needed > free:
+        raise StoreError(
+            f"store: the disk of {store.path} is full: {needed / 2**30:.3g} GiB are still to be written "
+            f"and {free / 2**30:.3g} GiB are free. Free some space, give another path, or store in "
+            "dtype='float16'."
+        )
 
 
 def _fill(
@@ -106,37 +207,57 @@ def _fill(
     missing: list[tuple[int, int]],
     progress: bool | ProgressFn,
 ) -> None:
-    pending: deque[tuple[tuple[int, int], Any, dict[str, Any]]] = deque()
+    pending: deque[tuple[tuple[int, int], Any, Record]] = deque()
 
     def finish() -> None:
         tile, future, record = pending.popleft()
-        future.result()
-        write_record(store.record_path(tile), record)
+        _wait_for(future, store.path)
+        with _in_words(store.path):
+            write_sealed(store.record_path(tile), asdict(record))
+        ticker.tick()
 
     with Ticker(len(missing), f"kernel tiles to {store.path}", progress) as ticker:
         try:
             for tile in missing:
-                # A tile that failed its checksum must not look finished while it is rewritten.
-                store.record_path(tile).unlink(missing_ok=True)
+                # A tile that failed its checksum must not look finished while it is rewritten, and
+                # TensorStore would read what is left of its chunk.
+                with _in_words(store.path):
+                    store.record_path(tile).unlink(missing_ok=True)
+                    store.chunk_path(tile).unlink(missing_ok=True)
                 value, record = _tile(source, x, store.header, tile)
                 i, j = (store.header.rows(k) for k in tile)
                 target = store.array[i.start : i.stop, j.start : j.stop]
                 pending.append((tile, target.write(value), record))
                 if len(pending) >= IN_FLIGHT:
                     finish()
-                    ticker.tick()
         except KeyboardInterrupt as interrupt:
             interrupt.add_note(f"store: {store.path} can be resumed by the same call of build.")
             raise
         finally:
             while pending:
                 finish()
-                ticker.tick()
+
+
+def _wait_for(future: Any, path: Path) -> None:
+    """TensorStore says in a text of its own what the system refused."""
+    try:
+        future.result()
+    except Exception as error:
+        refused = system_error(error)
+        words = in_words(refused) if refused else _reason(str(error))
+        raise StoreError(
+            f"store: cannot write to {path}: {words}. What is done stays; the same call resumes it."
+        ) from error
+
+
+def _reason(text: str) -> str:
+    found = re.search(r"os[ _]error(?:_code=')? ?(\d+)", text, re.IGNORECASE)
+    return in_words(OSError(int(found[1]), text)) if found else text
 
 
 def _tile(
     source: AbstractSource, x: np.ndarray, header: Header, tile: tuple[int, int]
-) -> tuple[np.ndarray, dict[str, Any]]:
+) -> tuple[np.ndarray, Record]:
     """The tile as stored, and its checksum and storage error."""
     size = min(header.tile, header.num_points)
     parts = [pad_rows(x, k * header.tile, size) for k in tile]
@@ -145,7 +266,7 @@ def _tile(
     rows, cols = (header.rows(k) for k in tile)
     exact = block.reshape(side, side)[: rows.stop - rows.start, : cols.stop - cols.start]
     if not np.isfinite(exact).all():
-        raise NotFinite(f"store: tile {tile} of the kernel is not finite.")
+        raise ValueError(f"store: tile {tile} of the kernel has entries that are not finite.")
     stored = np.ascontiguousarray(exact.astype(numpy_dtype(header.storage_dtype)))
     gap = exact.astype(np.float64) - stored.astype(np.float64)
     if not np.isfinite(gap).all():
@@ -154,7 +275,7 @@ def _tile(
             "in bfloat16 or float32."
         )
     norm = float(np.sum(exact.astype(np.float64) ** 2))
-    return stored, {"sha256": digest(stored), "error": float(np.sum(gap**2)), "norm": norm}
+    return stored, Record(header.name, tile, digest(stored), float(np.sum(gap**2)), norm)
 
 
 def _header(
@@ -170,14 +291,12 @@ def _header(
     if storage not in STORAGE:
         raise ValueError(f"store: dtype must be one of {STORAGE}, got {storage!r}.")
     entry = per_point**2 * probe.dtype.itemsize
-    size = tile or max(1, math.isqrt(TILE_BYTES // entry))
-    if size < 1:
-        raise ValueError(f"store: tile must be at least one point, got {size}.")
+    size = max(1, math.isqrt(STORED_TILE_BYTES // entry)) if tile is None else int(tile)
     if probe.ndim == 4 and num_outputs not in (None, per_point):
         raise ValueError(f"store: the kernel has {per_point} outputs, not {num_outputs}.")
     return Header(
         num_points=x.shape[0],
-        num_outputs=per_point if probe.ndim == 4 else (num_outputs or 1),
+        num_outputs=per_point if probe.ndim == 4 else int(num_outputs or 1),
         per_point=per_point,
         tile=min(size, x.shape[0]),
         dtype=str(probe.dtype),

@@ -3,13 +3,13 @@
     path/header.json          version, shapes, dtypes, fingerprint of the points and parameters
     path/kernel/              a zarr array, one uncompressed chunk per tile, upper triangle only
     path/tiles/3.7.json       checksum and storage error of tile (3, 7)
+    path/build.lock           held by the process that builds; the system frees it when that ends
 
-A tile exists once its checksum file does. That file is written last and renamed into place, and
-TensorStore renames chunks into place as well, so a kill at any moment leaves a store to resume.
+Header and records carry a checksum of their own, and a record names its store and tile. A tile exists
+once its record does. That file is written last and renamed into place, and TensorStore renames
+chunks into place as well, so a kill at any moment leaves a store to resume.
 """
 
-import hashlib
-import json
 import math
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,13 +19,16 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.files import write_atomically
+from .._support.archive import Damaged, digest, peek, seal, unseal
+from .._support.files import FileError, write_atomically
+from .._support.records import from_plain
 
-FORMAT, VERSION = "dualfluence-kernel-store", 1
+FORMAT, VERSION = "dualfluence-kernel-store", 2
 STORAGE = ("float16", "bfloat16", "float32", "float64")
+HEADER, LOCK = "header.json", "build.lock"
 
 
-class StoreError(RuntimeError):
+class StoreError(FileError):
     """A store on disk is damaged, incomplete or of another model. The message says what to do."""
 
 
@@ -43,6 +46,17 @@ class Header:
     probe: tuple[float, ...]  # K of the first points, which tells kernels without arrays apart
     format: str = FORMAT
     version: int = VERSION
+
+    def __post_init__(self) -> None:
+        sizes = (self.num_points, self.num_outputs, self.per_point, self.tile)
+        kinds = self.storage_dtype in STORAGE and self.dtype in STORAGE
+        if min(sizes) < 1 or self.tile > self.num_points or not kinds:
+            raise ValueError(f"sizes {sizes}, dtypes {self.dtype} and {self.storage_dtype}")
+
+    @cached_property
+    def name(self) -> str:
+        """A digest of these fields: what records say they belong to."""
+        return digest(np.frombuffer(seal(asdict(self)), np.uint8))
 
     @property
     def tiles_per_side(self) -> int:
@@ -64,6 +78,12 @@ class Header:
         step = self.tile * self.per_point
         return slice(i * step, min((i + 1) * step, self.side))
 
+    def tile_bytes(self, tile: tuple[int, int]) -> int:
+        """Bytes of a stored tile."""
+        rows, cols = (self.rows(k) for k in tile)
+        entries = (rows.stop - rows.start) * (cols.stop - cols.start)
+        return entries * numpy_dtype(self.storage_dtype).itemsize
+
     def differences(self, other: "Header") -> list[str]:
         """Names of fields that disagree; the probe only to the accuracy of another device."""
         mine, theirs = asdict(self), asdict(other)
@@ -73,139 +93,57 @@ class Header:
         return names if same else [*names, "probe"]
 
 
-class Store:
-    """A kernel on disk.
+@dataclass(frozen=True)
+class Record:
+    """What is known of one tile: that it is there, and how it can be told."""
 
-    Every read of a tile is verified: the first in a process against its SHA-256, later ones against
-    the sum of its words, which a changed word cannot leave as it is and which costs little beside
-    the read.
-    """
-
-    def __init__(self, path: Path, header: Header) -> None:
-        self.path, self.header = path, header
-        self._sums: dict[tuple[int, int], int] = {}
-
-    @cached_property
-    def array(self) -> Any:
-        """The TensorStore array; chunks below the diagonal are never written."""
-        ts = import_tensorstore()
-        chunk = self.header.tile * self.header.per_point
-        side = self.header.side
-        spec = {
-            "driver": "zarr",
-            "kvstore": {"driver": "file", "path": str(self.path / "kernel")},
-            "metadata": {
-                "shape": [side, side],
-                "chunks": [min(chunk, side)] * 2,
-                "dtype": numpy_dtype(self.header.storage_dtype).str
-                if self.header.storage_dtype != "bfloat16"
-                else "bfloat16",
-                "compressor": None,
-                "fill_value": None,
-            },
-            # No cache of its own: memory stays that of the tiles in flight.
-            "context": {"cache_pool": {"total_bytes_limit": 0}},
-        }
-        return ts.open(spec, create=True, open=True).result()
-
-    @property
-    def complete(self) -> bool:
-        return all(self.record_path(tile).exists() for tile in self.header.tiles)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the stored triangle."""
-        size = numpy_dtype(self.header.storage_dtype).itemsize
-        rows = [self.header.rows(i) for i in range(self.header.tiles_per_side)]
-        widths = [r.stop - r.start for r in rows]
-        return size * sum(widths[i] * widths[j] for i, j in self.header.tiles)
-
-    @property
-    def error(self) -> float:
-        """`‖K − K_stored‖ / ‖K‖` (Frobenius), zero unless stored in half precision."""
-        error = norm = 0.0
-        for i, j in self.header.tiles:
-            record = self.record((i, j))
-            times = 1 if i == j else 2
-            error, norm = error + times * record["error"], norm + times * record["norm"]
-        return math.sqrt(error / norm) if norm else 0.0
-
-    def record_path(self, tile: tuple[int, int]) -> Path:
-        return self.path / "tiles" / f"{tile[0]}.{tile[1]}.json"
-
-    def record(self, tile: tuple[int, int]) -> dict[str, Any]:
-        """Checksum and storage error of a tile."""
-        try:
-            return json.loads(self.record_path(tile).read_text())
-        except (OSError, ValueError) as error:
-            raise StoreError(
-                f"store: tile {tile} of {self.path} is missing. Run store.build again with the same "
-                "model, points and path; it computes only what is not there."
-            ) from error
-
-    def request(self, tile: tuple[int, int]) -> Any:
-        """A future of the tile, unverified."""
-        i, j = (self.header.rows(k) for k in tile)
-        return self.array[i.start : i.stop, j.start : j.stop].read()
-
-    def receive(self, tile: tuple[int, int], future: Any) -> np.ndarray:
-        """The tile, verified, or a `StoreError`."""
-        value = np.ascontiguousarray(future.result())
-        first = tile not in self._sums
-        if first:
-            record = self.record(tile)
-            sound = digest(value) == record["sha256"]
-        else:
-            sound = word_sum(value) == self._sums[tile]
-        if not sound:
-            raise StoreError(
-                f"store: tile {tile} of {self.path} does not match its checksum: the file was "
-                "changed or the disk is failing. Run store.build again to recompute it."
-            )
-        if first:
-            self._sums[tile] = word_sum(value)
-        return value
-
-    def is_sound(self, tile: tuple[int, int]) -> bool:
-        """Whether the tile is there and matches its checksum."""
-        if not self.record_path(tile).exists():
-            return False
-        try:
-            self._sums.pop(tile, None)
-            self.receive(tile, self.request(tile))
-        except (StoreError, ValueError):
-            return False
-        return True
-
-    def operator(self) -> Any:
-        """`K` as an operator that streams its tiles; give it to `fit(..., kernel_op=...)`."""
-        from ._operator import StoredOperator  # it reads what this file defines
-
-        for tile in self.header.tiles:
-            self.record(tile)
-        return StoredOperator(self)
+    store: str  # name of the header it belongs to
+    tile: tuple[int, ...]
+    sha256: str
+    error: float  # squared Frobenius norm of what storage rounded away
+    norm: float  # and of the tile
 
 
-def open_store(path: Any) -> Store:
-    """A store that `build` made, complete or not; tiles are verified as they are read."""
-    path = Path(path)
+def read_header(path: Path) -> Header:
+    """The header of the store in the folder `path`."""
+    file = path / HEADER
     try:
-        fields = json.loads((path / "header.json").read_text())
+        text = file.read_bytes()
+        fields = peek(text)
         if fields.get("format") != FORMAT:
-            raise ValueError(f"format {fields.get('format')!r}")
+            raise Damaged(f"its format is {fields.get('format')!r}")
         if fields.get("version") != VERSION:
             raise StoreError(
                 f"store: {path} has format version {fields.get('version')}, this release reads "
-                f"{VERSION}. Build it again."
+                f"{VERSION}. Build it again in another folder."
             )
-        header = Header(**{**fields, "probe": tuple(fields["probe"])})
-    except (OSError, ValueError, TypeError) as error:
-        raise StoreError(f"store: {path} is not a kernel store ({error}).") from error
-    return Store(path, header)
+        return from_plain(Header, unseal(text), "header")
+    except FileNotFoundError as error:
+        raise StoreError(f"store: {path} is not a kernel store: it has no {HEADER}.") from error
+    except StoreError:
+        raise
+    except (Damaged, OSError, ValueError) as error:
+        raise StoreError(
+            f"store: {path} is not a kernel store, or its {HEADER} is damaged ({error}). Restore that "
+            "file from a copy, or delete the folder and build again."
+        ) from error
 
 
-def digest(value: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(value).view(np.uint8).data).hexdigest()
+def write_header(path: Path, header: Header) -> None:
+    write_sealed(path / HEADER, asdict(header))
+
+
+def read_record(file: Path, header: Header, tile: tuple[int, int]) -> Record:
+    """The record of a tile; `Damaged`, `OSError` or `ValueError` if it is not one of this store."""
+    record = from_plain(Record, unseal(file.read_bytes()), "record")
+    if record.store != header.name or record.tile != tile:
+        raise Damaged("it belongs to another store or tile")
+    return record
+
+
+def write_sealed(path: Path, content: dict[str, Any]) -> None:
+    """JSON with its checksum, atomically: readers see all of it or none."""
+    write_atomically(path, lambda file: file.write(seal(content)))
 
 
 def word_sum(value: np.ndarray) -> int:
@@ -218,11 +156,6 @@ def word_sum(value: np.ndarray) -> int:
 
 def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(jnp.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
-def write_record(path: Path, content: dict[str, Any]) -> None:
-    """JSON, atomically: readers see all of it or none."""
-    write_atomically(path, lambda file: file.write(json.dumps(content).encode()))
 
 
 def import_tensorstore() -> Any:

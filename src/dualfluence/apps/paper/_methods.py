@@ -1,134 +1,49 @@
-"""The methods that fig. 1 and fig. 3 compare. Each returns the unlearned parameters."""
+"""Every method that is compared, by name: those of the kit and the paper's own."""
 
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ... import primal
 from ...dual._fitted import Fitted
-from ...metrics import tree_norm
-from ...operators import AbstractKernelOperator, DenseOperator
 from ...problem._edits import Remove
-from ...problem._objective import Problem, State
-from ...solvers import AbstractPaperForm, PaperCG
-from ...solvers import _paper as paper
+from ..compare._methods import MAKERS, Method, Trained, in_data_space, read_out
+from ..compare._names import COMPARED, HELD, PAPER, PAPER_RELEASED, PARAMETER_RELEASED, SHARDED
+from ._forms import PaperCG
 from ._released import released_dual, released_parameter_space
+from ._remove import remove
 
-PARAMETER = "parameter space"
-PAPER = "paper's dual form"
-SHARDED = "paper's dual form, sharded"
-ONE_STEP = "ours, one step"
-ITERATED = "ours, iterated"
-TANGENT = "ours, tangent at θ*"
-HELD = "ours, one step, J held"
-PARAMETER_RELEASED = "parameter space, as released"
-PAPER_RELEASED = "paper's dual form, as released"
-RANDOM = "random perturbation"
-RETRAINED = "retraining"
-
-COMPARED = (PARAMETER, PAPER, SHARDED, ONE_STEP, ITERATED)
 HELD_BYTES = 4 * 2**30
-"""The largest Jacobian that is held for read-outs."""
+"""The largest Jacobian that is held for read-outs; doubled, it would crowd out `K` on small GPUs."""
 
-RELEASED = (PARAMETER_RELEASED, PAPER_RELEASED)
 RELEASED_PRECISION = "default"
 """The authors' code leaves the precision of matrix products to JAX: TF32 on recent GPUs."""
 
-Method = Callable[[np.ndarray], tuple[PyTree, dict[str, Any]]]
 
-
-class Settings(NamedTuple):
-    """Of conjugate gradients in the published methods, and of our iterated form."""
-
-    cg_steps: int
-    cg_rtol: float
-    until: float
-
-
-class ShardedPaperCG(AbstractPaperForm):
-    """`PaperCG` with the rows of `K_rr` on a mesh of all devices, as the paper's second version."""
-
-    form: PaperCG
-    mesh: Mesh
-
-    def remove(
-        self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
-    ) -> tuple[State, dict[str, Any]]:
-        keep, gone = paper._split(before, after)
-        block = paper._slice(op, keep)
-        if isinstance(block, DenseOperator):
-            block = replace(block, matrix=place_rows(block.matrix, self.mesh))
-        kept = jnp.asarray(keep)
-        rhs = paper._reduced_rhs(op, before, after, state, kept, jnp.asarray(gone))
-        mass = jnp.asarray(paper._retained_mass(before, keep), rhs.dtype)
-        rtol, steps = jnp.asarray(self.form.rtol, rhs.dtype), self.form.max_steps
-        result = paper._reduced_cg(block, after, state, kept, mass, rhs, rtol, steps)
-        iterations, residual = int(result.iterations), float(result.residual)
-        # Back to one device, or the whole of K would follow the solution onto the mesh.
-        value = jax.device_put(result.x, jax.devices()[0])
-        return paper._finish(op, state, value, keep, gone, iterations, True, residual)
-
-
-def device_mesh() -> Mesh:
-    """All devices in one row."""
-    return Mesh(np.asarray(jax.devices()), ("rows",))
-
-
-def place_rows(matrix: jax.Array, mesh: Mesh) -> jax.Array:
-    """Rows spread over the mesh; over as many of its devices as divide them evenly."""
-    devices = mesh.devices.reshape(-1)
-    count = max(k for k in range(1, len(devices) + 1) if matrix.shape[0] % k == 0)
-    part = Mesh(devices[:count], mesh.axis_names)
-    return jax.device_put(matrix, NamedSharding(part, PartitionSpec(mesh.axis_names[0], None)))
-
-
-def make_methods(base: Fitted, params: PyTree, y: Any, settings: Settings) -> dict[str, Method]:
-    """The five methods for a trained model: `base` in data space, `params` in parameter space."""
-    form = PaperCG(max_steps=settings.cg_steps, rtol=settings.cg_rtol)
-    linearised = base.reference is None or base.reference.linearised
-    mesh = device_mesh()
-    until = settings.until * tree_norm(params)
-
-    def in_parameters(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
-        update = primal.influence(
-            base.network,
-            params,
-            base.x,
-            y,
-            Remove(gone),
-            loss=base.loss,
-            ridge=base.ridge,
-            linearised=linearised,
-            rtol=settings.cg_rtol,
-            max_steps=settings.cg_steps,
-            on_failure="report",
-        )
-        return update.params(), facts(update.stats)
-
-    return {
-        PARAMETER: in_parameters,
-        PAPER: in_data_space(base, solver=form),
-        SHARDED: in_data_space(base, solver=ShardedPaperCG(form, mesh)),
-        ONE_STEP: in_data_space(base),
-        ITERATED: in_data_space(base, until=until),
-    }
-
-
-def in_data_space(base: Fitted, **options: Any) -> Method:
-    """A removal by `base.edit`, parameters included."""
+def in_paper_form(trained: Trained, mesh: Mesh | None = None) -> Method:
+    """A removal by the paper's eq. 12 under conjugate gradients, parameters included."""
+    settings = trained.settings
+    form = PaperCG(settings.cg_steps, settings.cg_rtol, mesh)
 
     def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
-        update = base.edit(Remove(gone), on_failure="report", progress=False, **options)
-        bound = {"bound": update.certificate.distance_bound}
-        return update.params(), facts(update.stats) | bound
+        return read_out(remove(trained.base, Remove(gone), form=form, on_failure="report"))
 
     return method
+
+
+ALL_MAKERS: dict[str, Callable[[Trained], Method]] = MAKERS | {
+    PAPER: in_paper_form,
+    SHARDED: lambda trained: in_paper_form(trained, device_mesh()),
+}
+
+
+def make_methods(trained: Trained, names: Iterable[str] = COMPARED) -> dict[str, Method]:
+    """The methods called `names` for a trained model."""
+    return {name: ALL_MAKERS[name](trained) for name in names}
 
 
 def make_held(base: Fitted) -> dict[str, Method]:
@@ -138,8 +53,9 @@ def make_held(base: Fitted) -> dict[str, Method]:
     return {HELD: in_data_space(base.with_jacobian())} if size <= HELD_BYTES else {}
 
 
-def make_released(base: Fitted, params: PyTree, settings: Settings) -> dict[str, Method]:
+def make_released(trained: Trained) -> dict[str, Method]:
     """The two published methods as their authors run them, matrix products at JAX's default."""
+    base, params, _, settings = trained
 
     def wrap(solve: Callable[..., PyTree]) -> Method:
         def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
@@ -151,13 +67,6 @@ def make_released(base: Fitted, params: PyTree, settings: Settings) -> dict[str,
     return {PARAMETER_RELEASED: wrap(released_parameter_space), PAPER_RELEASED: wrap(released_dual)}
 
 
-def facts(stats: Any) -> dict[str, Any]:
-    """What to keep of a solve's stats."""
-    return {
-        "steps": stats.steps,
-        "iterations": stats.iterations,
-        "converged": stats.converged,
-        "residual": stats.residual,
-        "solver": stats.solver,
-        "notes": list(stats.notes),
-    }
+def device_mesh() -> Mesh:
+    """All devices in one row."""
+    return Mesh(np.asarray(jax.devices()), ("rows",))

@@ -2,33 +2,35 @@
 
 import hashlib
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib import metadata
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 import jax
 import numpy as np
 
-from ..._support.files import write_atomically
-from ..._version import __version__
+from ..._support.archive import checking, read_archive, write_archive
+from ..._support.files import FileError, write_atomically
+from ..compare._machine import commit, device_name, environment
 from ._config import Config, as_json
 
-COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 FORMAT = 1
+"""Version of the results files."""
+
+CACHE = "dualfluence-arrays"
+"""What the caches of a run say they are."""
+
 KEYED = ("percentages", "ridges", "cold", "seeds")
+"""Settings that only say which pieces are wanted: a resumed run may ask for others."""
 
 
 class OutOfBudget(Exception):
     """The time budget is spent; what is done is on disk."""
 
 
-class Store:
+class ResultsFolder:
     """A folder of results.
 
     Pieces lie under `pieces/<experiment>/`, each with the fingerprint of the settings it came from:
@@ -57,13 +59,15 @@ class Store:
         """Arrays for `settings`: from the cache, or computed (`anew`: in any case) and cached."""
         name = fingerprint(settings)
         path = self.out / "cache" / f"{name}.npz"
-        if not anew and path.exists() and (self.resume or name in self._fresh):
-            with np.load(path, allow_pickle=False) as file:
-                return [file[f"a{i}"] for i in range(len(file.files))]
+        if not anew and (self.resume or name in self._fresh):
+            # Not there, damaged, or of an earlier version: computed again.
+            with suppress(FileError):
+                _, found = read_archive(path, CACHE, FORMAT)
+                return [found[f"a{i}"] for i in range(len(found))]
         self.check_budget()
         values = [np.asarray(value) for value in compute()]
         named = {f"a{i}": value for i, value in enumerate(values)}
-        write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **named))
+        write_archive(path, {"format": CACHE, "version": FORMAT}, named)
         self._fresh.add(name)
         return values
 
@@ -71,7 +75,9 @@ class Store:
 class Run:
     """One experiment's pieces and its final file."""
 
-    def __init__(self, store: Store, name: str, scale: str, config: Config, seed: int) -> None:
+    def __init__(
+        self, store: ResultsFolder, name: str, scale: str, config: Config, seed: int
+    ) -> None:
         self.store, self.name, self.scale, self.config, self.seed = store, name, scale, config, seed
         self.pieces: dict[str, Any] = {}
         self.complete = True
@@ -103,7 +109,7 @@ class Run:
             return None
         try:
             found = json.loads(path.read_text())
-        except ValueError:  # damaged from outside: computed again
+        except (OSError, ValueError, RecursionError):  # damaged from outside: computed again
             return None
         known = isinstance(found, dict) and found.get("fingerprint") == self._fingerprint
         return found if known and {"seconds", "device", "values"} <= found.keys() else None
@@ -137,7 +143,10 @@ class Run:
 def read_results(out: Path, name: str) -> dict[str, Any] | None:
     """What `Run.finish` wrote, or `None`."""
     path = out / f"{name}.json"
-    return json.loads(path.read_text()) if path.exists() else None
+    if not path.exists():
+        return None
+    with checking(path):
+        return json.loads(path.read_text())
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -174,54 +183,3 @@ def fingerprint(settings: Any) -> str:
     """Sixteen hexadecimal digits that change with the settings."""
     text = json.dumps(plain(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def device_name() -> str:
-    """The default device in words."""
-    return jax.devices()[0].device_kind
-
-
-def environment() -> dict[str, Any]:
-    """Versions, device, time and commit."""
-    packages = {p: _version(p) for p in ("jax", "jaxlib", "equinox", "numpy")}
-    return {
-        "versions": {"python": platform.python_version(), "dualfluence": __version__} | packages,
-        "device": device_name(),
-        "platform": jax.default_backend(),
-        "num_devices": jax.device_count(),
-        "cpu_count": os.cpu_count(),
-        "commit": commit(),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def commit() -> str | None:
-    """`DUALFLUENCE_COMMIT`, or that of the checkout which holds the package, if it is one."""
-    if given := os.environ.get(COMMIT_VARIABLE):
-        return given
-    try:
-        found = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(Path(__file__).parent),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=12",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -10,14 +10,17 @@ from jaxtyping import Array
 
 from ...dual._descent import Descent, kernel_gradient_descent
 from ...dual._fit import fit
-from ...dual._fitted import Fitted
+from ...dual._fitted import Fitted, Update
 from ...models._sources import KernelSource, as_source
 from ...problem._edits import Remove
 from ...problem._objective import State
-from ...solvers import PaperCG
-from ._common import LOSSES, Context, get_points, make_network, num_outputs
+from ..compare._methods import facts
+from ..compare._names import ITERATED, ONE_STEP, PAPER
+from ..compare._networks import make_network
+from ._common import LOSSES, Context, get_points, num_outputs
 from ._config import Fig4, Row
-from ._methods import ITERATED, ONE_STEP, PAPER, facts
+from ._forms import PaperCG
+from ._remove import remove
 from ._run_fig1 import EXACT_TOLERANCE
 
 
@@ -131,12 +134,8 @@ class InfiniteCase:
         y = self.loss.prepare_targets(self.points.y_test[self.queries], self.c, base.offset.dtype)
         f = self._outputs(base.alpha)
         actual = self._outputs(alpha_after) - f
-        options: dict[str, dict[str, Any]] = {
-            PAPER: {"solver": PaperCG(self.config.cg_steps, self.config.cg_rtol)},
-            ONE_STEP: {},
-            ITERATED: {"until": self.config.until * self.exact.certificate.parameter_norm},
-        }
-        estimates = {name: self._estimate(base, f, y, option) for name, option in options.items()}
+        updates = self._updates(base)
+        estimates = {name: self._estimate(update, f, y) for name, update in updates.items()}
         loss_before = self.loss.value(f, y)
         ridge = self.row.training.ridge
         k_alpha = base.kernel_op.mv(alpha_after)
@@ -158,9 +157,19 @@ class InfiniteCase:
     def _outputs(self, alpha: Array) -> Array:
         return jnp.dot(self.cross, alpha, precision="highest")
 
-    def _estimate(self, base: Fitted, f: Array, y: Array, option: dict[str, Any]) -> dict[str, Any]:
-        update = base.edit(Remove(self.gone), on_failure="report", progress=False, **option)
-        delta = update.delta_alpha
+    def _updates(self, base: Fitted) -> dict[str, Update]:
+        """The removal by every method that needs no parameters."""
+        edit, form = Remove(self.gone), PaperCG(self.config.cg_steps, self.config.cg_rtol)
+        options: Any = {"on_failure": "report", "progress": False}
+        until = self.config.until * self.exact.certificate.parameter_norm
+        return {
+            PAPER: remove(base, edit, form=form, on_failure="report"),
+            ONE_STEP: base.edit(edit, **options),
+            ITERATED: base.edit(edit, until=until, **options),
+        }
+
+    def _estimate(self, update: Update, f: Array, y: Array) -> dict[str, Any]:
+        base, delta = update.before, update.delta_alpha
         outputs = self._outputs(delta)
         first_order = jnp.sum(self.loss.grad(f, y) * outputs, axis=1)
         ridge_term = base.ridge * jnp.sum(base.state.k_alpha * delta)

@@ -1,0 +1,194 @@
+"""Arrays and a header in one `.npz` file that is believed only if every byte of it agrees.
+
+Members are stored, never compressed, so a file can hold no more than its own length: what it claims is
+compared with that before anything is read. The header lists every array with a SHA-256 of its dtype,
+shape and bytes, and carries one of its own.
+"""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .files import FileError, MissingFileError, remove_stale, write_atomically
+
+HEADER = "meta"
+HEADER_BYTES = 2**24
+"""A larger header is no header of ours: it has names and a few numbers per array."""
+
+MAX_NPY_HEADER = 10_000
+KINDS = "?biufc"
+"""Booleans and numbers; above all, no objects."""
+
+
+def write_archive(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Write atomically; `FileError` says in words what the system refuses."""
+    plain, dtypes = {}, {}
+    for name, array in arrays.items():
+        plain[name], narrow = _storable(np.asarray(array))
+        if narrow is not None:
+            dtypes[name] = narrow
+    listed = {name: digest(array) for name, array in plain.items()}
+    text = seal({**header, "sha256": listed, "dtypes": dtypes})
+    members = {HEADER: np.frombuffer(text, np.uint8), **plain}
+    remove_stale(path.parent, path.name)
+    write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **members))
+
+
+def read_archive(path: Path, format: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Header and arrays of what `write_archive` wrote, or `FileError`."""
+    if not path.exists():
+        raise MissingFileError(f"load: there is no file {path}.")
+    with checking(path):
+        with zipfile.ZipFile(path) as archive:
+            members = _members(archive, path.stat().st_size)
+            text = _read(archive, members, HEADER).tobytes()
+            _check_kind(path, peek(text), format, version)
+            header = unseal(text)
+            _check_names(header["sha256"], set(members) - {HEADER})
+            arrays = {name: _read(archive, members, name) for name in header["sha256"]}
+        for name, array in arrays.items():
+            if digest(array) != header["sha256"][name]:
+                raise Damaged(f"array {name!r} fails its checksum")
+        arrays = {n: _restored(a, header["dtypes"].get(n)) for n, a in arrays.items()}
+    return header, arrays
+
+
+class Damaged(Exception):
+    """What does not agree; becomes part of a `FileError`."""
+
+
+@contextmanager
+def checking(path: Path) -> Iterator[None]:
+    """Whatever goes wrong inside is the file's fault: a `FileError` that names it."""
+    try:
+        yield
+    except FileError:
+        raise
+    # All that readers of archives, arrays and JSON can meet in bytes that nobody wrote.
+    except Exception as error:
+        words = str(error) or type(error).__name__
+        raise FileError(
+            f"load: {path} is damaged or was not written by dualfluence ({words}). Restore it from a "
+            "copy, or make it again."
+        ) from error
+
+
+def seal(content: dict[str, Any]) -> bytes:
+    """JSON with a checksum of its own under `"checksum"`."""
+    return _encode({**content, "checksum": _checksum(content)})
+
+
+def peek(text: bytes) -> dict[str, Any]:
+    """The content of what `seal` made, not yet to be believed: other versions seal otherwise."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Damaged("its header is not as it was written") from error
+    if not isinstance(content, dict):
+        raise Damaged("its header is not as it was written")
+    return content
+
+
+def unseal(text: bytes) -> dict[str, Any]:
+    """The content of what `seal` made; `Damaged` if a single byte of it has changed."""
+    content = peek(text)
+    if text != _encode(content):
+        raise Damaged("its header is not as it was written")
+    if content.pop("checksum", None) != _checksum(content):
+        raise Damaged("its header fails its checksum")
+    return content
+
+
+def digest(array: np.ndarray) -> str:
+    """SHA-256 of dtype, shape and bytes."""
+    total = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
+    total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return total.hexdigest()
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    return json.dumps(content).encode()
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(_encode(content)).hexdigest()
+
+
+def _members(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, zipfile.ZipInfo]:
+    """By name, with sizes that the file can hold."""
+    infos = archive.infolist()
+    members = {info.filename.removesuffix(".npy"): info for info in infos}
+    if len(members) != len(infos):
+        raise Damaged("a member occurs twice")
+    if any(i.compress_type != zipfile.ZIP_STORED or i.file_size != i.compress_size for i in infos):
+        raise Damaged("a member is compressed, which is never done here")
+    if sum(info.file_size for info in infos) > file_bytes:
+        raise Damaged("its members claim to be larger than the file")
+    if HEADER not in members or members[HEADER].file_size > HEADER_BYTES:
+        raise Damaged("it has no header")
+    return members
+
+
+def _read(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: str) -> np.ndarray:
+    """One array, after its size was compared with its dtype and shape."""
+    info = members[name]
+    with archive.open(info) as member:
+        if np.lib.format.read_magic(member) != (1, 0):
+            raise Damaged(f"array {name!r} has an unknown version")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(member, MAX_NPY_HEADER)
+        if dtype.kind not in KINDS or dtype.itemsize == 0:
+            raise Damaged(f"array {name!r} has dtype {dtype}")
+        count = 1
+        for axis in shape:  # in whole numbers of any size: a product of int64 could wrap around
+            count *= axis
+        if min(shape, default=0) < 0 or member.tell() + count * dtype.itemsize != info.file_size:
+            raise Damaged(f"array {name!r} is not as large as its shape {shape} says")
+        array = np.empty(count, dtype)
+        _fill(member, array)
+    return array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
+
+
+def _fill(member: Any, array: np.ndarray) -> None:
+    """All of the array, and then the end: only there the archive's own checksum is compared."""
+    view, done = array.view(np.uint8).data, 0
+    while done < len(view):
+        got = member.readinto(view[done:])
+        if not got:
+            raise Damaged("it ends early")
+        done += got
+    member.read(1)
+
+
+def _check_kind(path: Path, header: dict[str, Any], format: str, version: int) -> None:
+    if header.get("format") != format:
+        raise Damaged(f"its format is {header.get('format')!r}, not {format!r}")
+    if header.get("version") != version:
+        raise FileError(
+            f"load: {path} has format version {header.get('version')}, this release reads version "
+            f"{version}. Use the release that wrote it, or make the file again."
+        )
+
+
+def _check_names(listed: Any, found: set[str]) -> None:
+    if not isinstance(listed, dict) or set(listed) != found:
+        raise Damaged("its members are not those that its header lists")
+
+
+def _storable(array: np.ndarray) -> tuple[np.ndarray, str | None]:
+    """The array, or its bits where NumPy's format does not know the dtype (bfloat16 and the like)."""
+    if array.dtype.kind in KINDS:
+        return array, None
+    if array.dtype.kind != "V" or jnp.dtype(array.dtype.name) != array.dtype:
+        raise ValueError(f"save: arrays must hold numbers, got dtype {array.dtype}.")
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}"), array.dtype.name
+
+
+def _restored(array: np.ndarray, dtype: str | None) -> np.ndarray:
+    return array if dtype is None else array.view(jnp.dtype(dtype))
