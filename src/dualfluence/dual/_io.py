@@ -81,7 +81,7 @@ def load(
     - `loss`: needed only for a loss of your own (`Convex`), whose function is not stored.
     """
     meta, arrays = _read(Path(path))
-    source = as_source(model)
+    source = as_source(model, arrays["x"])
     data = TrainingSet(
         jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"]), arrays["sample_weights"]
     )

@@ -61,7 +61,7 @@ def build(
 
     **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel_op=...)`.
     """
-    source = as_source(model)
+    source = as_source(model, x)
     points = np.asarray(x)
     path = Path(path)
     header = _header(source, points, num_outputs, tile, dtype)
