@@ -8,6 +8,7 @@ probe of three points decides, for the parameters at hand.
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -74,7 +75,7 @@ class Apart:
         self.proven = proves_apart(fn, leaves, rest, x)
         if not self.proven:
             _check_jacobian(fn, leaves, rest, x)
-        self._row = jit(lambda *args: _middle_row(fn, *args))
+        self._row = jit(partial(_middle_row, fn))
         self._passed: list[tuple[Any, ...]] = []
 
     def check(self, leaves: Any, rest: Any, x: Any) -> None:
