@@ -97,7 +97,7 @@ def kernel_gradient_descent(
     """
     clock = Clock()
     _check_settings(rate, epochs, momentum, record_every)
-    source = as_source(model)
+    source = as_source(model, x)
     weights = _sample_weights(retain, np.shape(y)[0])
     data, op, offset, _ = prepare(
         source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op

@@ -98,7 +98,7 @@ def fit(
     if tolerance is not None and not 0 < tolerance < np.inf:
         raise ValueError(f"fit: tolerance must be a positive number, got {tolerance}.")
     clock = Clock()
-    source = place_source(as_source(model), mesh_of(kernel_op) if mesh is None else mesh)
+    source = place_source(as_source(model, x), mesh_of(kernel_op) if mesh is None else mesh)
     setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
     data, op, offset, notes = with_precision(setup, loss, y, refine, precision)
     picked = resolve(solver or Auto(), op)
@@ -129,7 +129,7 @@ def kernel_operator(
     - `num_outputs`: `c` for a kernel without a network; 1 by default.
     - `mesh`: devices that share the rows; each computes its own, and none ever holds more.
     """
-    source = place_source(as_source(model), mesh)
+    source = place_source(as_source(model, x), mesh)
     features = jnp.asarray(x)
     check_finite("x", features)
     network = source.network

@@ -89,6 +89,7 @@ def from_trained(
     """
     _check_trained(model, trained_params, tangent)
     clock = Clock()
+    model = model.bound(x)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent
     at_theta = replace(model, params=trained_params)

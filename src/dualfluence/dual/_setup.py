@@ -128,7 +128,9 @@ def prepare(
     if (samples < 0).any() or not samples.sum() > 0:
         raise ValueError("fit: weights must be non-negative with a positive sum.")
     data = TrainingSet(features, targets, samples)
-    return Setup(data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note))
+    return Setup(
+        data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note, *source.notes)
+    )
 
 
 def check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:

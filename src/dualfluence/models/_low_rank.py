@@ -137,7 +137,7 @@ def low_rank(
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)`.
     - `key`: randomness of landmarks or directions.
     """
-    source, points = as_source(model), jnp.asarray(x)
+    source, points = as_source(model, x), jnp.asarray(x)
     if rank < 1:
         raise ValueError(f"low_rank: rank must be at least 1, got {rank}.")
     key = jax.random.key(0) if key is None else key

@@ -82,6 +82,7 @@ def influence(
     **Returns:** `PrimalUpdate`.
     """
     clock = Clock()
+    model = model.bound(x)
     theta = _check_params(model, params)
     data = _training_set(model, x, y, weights, loss)
     num_outputs = model.apply_shape(data.x)[1]

@@ -75,8 +75,8 @@ def build(
 
     **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel_op=...)`.
     """
-    source = as_source(model)
     points = _points(x)
+    source = as_source(model, points)
     path = Path(path)
     header = _header(source, points, num_outputs, tile, dtype)
     is_done = Store.is_sound if verify else Store.is_recorded
