@@ -254,14 +254,6 @@ def check_ridge(ridge: Any, dtype: Any = None) -> float:
     return value
 
 
-def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
-    """Raise unless `solver` is `None` or one of these."""
-    if solver is not None and not isinstance(solver, kinds):
-        raise TypeError(
-            f"{what}: solver must be an object such as Auto(), CG() or Cholesky(), got {solver!r}."
-        )
-
-
 def _device_array(name: str, value: jax.Array) -> jax.Array:
     check_concrete(name, value)
     if value.is_deleted():

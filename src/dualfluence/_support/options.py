@@ -104,6 +104,14 @@ def check_loss(what: str, loss: Any, kind: type) -> None:
     check_instance(f"{what}: loss", loss, kind, example)
 
 
+def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
+    """Raise unless `solver` is `None` or one of these."""
+    if solver is not None and not isinstance(solver, kinds):
+        raise TypeError(
+            f"{what}: solver must be an object such as Auto(), CG() or Cholesky(), got {solver!r}."
+        )
+
+
 def check_key(name: str, key: Any) -> Any:
     """A single random key: `jax.random.key(0)`, or one of `jax.random.PRNGKey`."""
     check_concrete(name, key)

@@ -1,15 +1,30 @@
-"""Norms of parameter pytrees."""
+"""What counts as a parameter in a pytree, and norms of pytrees."""
 
-import equinox as eqx
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 
+def is_array(leaf: Any) -> bool:
+    """Whether `leaf` is an array, or the shape of one."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+
+
+def is_floating(leaf: Any) -> bool:
+    """Whether `leaf` can be a parameter: an array of floating-point numbers.
+
+    Python numbers cannot: they are settings, and most libraries do not train them.
+    """
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
 def float_leaves(tree: PyTree) -> list[Array]:
-    """Floating-point leaves as arrays; integers, flags and functions are not parameters."""
+    """Floating-point leaves as arrays; numbers, flags and functions are not parameters."""
     leaves = jax.tree.leaves(tree)
-    return [jnp.asarray(leaf) for leaf in leaves if eqx.is_inexact_array_like(leaf)]
+    return [jnp.asarray(leaf) for leaf in leaves if is_floating(leaf)]
 
 
 def tree_norm(tree: PyTree) -> Float[Array, ""]:

@@ -109,7 +109,7 @@ def kernel_gradient_descent(
     """
     clock = Clock()
     rate, epochs, momentum, record_every = _check_settings(rate, epochs, momentum, record_every)
-    source = as_source(model)
+    source = as_source(model, x)
     weights = _sample_weights(retain, as_array("y", y))
     data, op, offset, _ = prepare(
         source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from .._support.checks import as_features, check_fraction, check_solver
+from .._support.checks import as_features, check_fraction
 from .._support.options import (
     check_choice,
     check_count,
@@ -18,6 +18,7 @@ from .._support.options import (
     check_on_failure,
     check_positive,
     check_progress,
+    check_solver,
     maybe,
 )
 from .._support.progress import ProgressFn
@@ -114,7 +115,7 @@ def fit(
     rank = check_sketch("fit", rank, key)
     check_on_failure("fit", on_failure)
     clock = Clock()
-    source = place_source(as_source(model), mesh_of(kernel_op) if mesh is None else mesh)
+    source = place_source(as_source(model, x), mesh_of(kernel_op) if mesh is None else mesh)
     setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
     data, op, offset, notes = with_precision(setup, loss, y, refine, precision)
     picked = resolve(solver or Auto(), op)
@@ -148,7 +149,7 @@ def kernel_operator(
     check_choice("kernel_operator: form", form, FORMS)
     check_progress("kernel_operator", progress)
     c = maybe(check_count, "kernel_operator: num_outputs", num_outputs) or 1
-    source = place_source(as_source(model), mesh)
+    source = place_source(as_source(model, x), mesh)
     features = as_features("x", x)
     network = source.network
     if network is not None:

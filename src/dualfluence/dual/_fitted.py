@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from .._plan import check_fits
-from .._support.checks import OVERFLOW, check_finite, check_fraction, check_queries, check_solver
+from .._support.checks import OVERFLOW, check_finite, check_fraction, check_queries
 from .._support.options import (
     check_count,
     check_flag,
@@ -19,6 +19,7 @@ from .._support.options import (
     check_path,
     check_positive,
     check_progress,
+    check_solver,
     maybe,
 )
 from .._support.progress import ProgressFn

@@ -95,6 +95,7 @@ def from_trained(
     linearised = check_flag("from_trained: linearised", linearised)
     rank = check_sketch("from_trained", rank, key)
     clock = Clock()
+    model = model.bound(x)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent
     at_theta = replace(model, params=trained_params)

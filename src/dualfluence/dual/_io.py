@@ -109,7 +109,7 @@ def load(
     own_loss = _loss(content, loss)
     with checking(path):
         _check_targets(own_loss, content)
-    source = as_source(model)
+    source = as_source(model, arrays["x"])
     reference = _reference(source, content)
     source = _at_tangent(source, content, reference)
     fitted = Fitted(

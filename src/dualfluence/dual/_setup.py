@@ -130,7 +130,9 @@ def prepare(
         base = base.astype(op.dtype)
         targets = loss.prepare_targets(y, num_outputs, op.dtype)
     data = TrainingSet(features, targets, samples)
-    return Setup(data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note))
+    return Setup(
+        data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note, *source.notes)
+    )
 
 
 def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:

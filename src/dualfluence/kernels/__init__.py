@@ -8,3 +8,4 @@ from ._empirical import traced_kernel as traced_kernel
 from ._products import ntk_mv as ntk_mv
 from ._report import KernelReport as KernelReport
 from ._report import LeafReport as LeafReport
+from ._trace import narrowest_dtype as narrowest_dtype

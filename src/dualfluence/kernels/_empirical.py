@@ -51,7 +51,8 @@ def empirical_kernel(
     two small products instead of a Jacobian. Parameters without such a product (inside a scan,
     used nonlinearly) have their own Jacobian formed whole; `report` names them. Both are exact.
     Memory is `tile_bytes` plus the result. Half-precision parameters and inputs are computed with
-    in float32. `apply_fn` is read once per input shape, as by `jax.jit`.
+    in float32. `apply_fn` is traced once per input shape, and again after a change of what it closes
+    over (closure variables, globals, attributes of `self`).
 
     **Arguments:**
 
@@ -120,6 +121,7 @@ def kernel_block(
     """
     x1, x2 = as_inputs(x1, x2)
     prepared, leaves, rest = prepare(apply_fn, params, x1, trainable, method, precision)
+    prepared.check_apart(leaves, rest, x1)
     f1 = prepared.features(leaves, rest, x1, num_points(x1))
     f2 = prepared.features(leaves, rest, x2, num_points(x2))
     return prepared.tile(f1, f2, traced=False)
@@ -146,6 +148,7 @@ def _kernel(
 ) -> EmpiricalKernel:
     x1, x2 = as_inputs(x1, x2)
     prepared, leaves, rest = prepare(apply_fn, params, x1, **options)
+    prepared.check_apart(leaves, rest, x1)
     sizes = (num_points(x1), None if x2 is None else num_points(x2))
     entries = sizes[0] * (sizes[1] or sizes[0]) * (1 if traced else prepared.plan.num_outputs**2)
     budget = run["tile_bytes"] or tile_budget(entries * np.dtype(prepared.plan.dtype).itemsize)

@@ -2,28 +2,36 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.progress import ProgressFn
-from . import empirical_kernel, kernel_block
+from .._support.trees import is_floating
+from ._apart import Apart
+from ._empirical import empirical_kernel, kernel_block
+from ._params import leaf_name, split_params, statistics
+from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
+from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
 
 MAX_BATCH = 2048
 
-PRECISION = "highest"
-"""Matrix products inside `apply_fn` keep the full precision of their dtype, also on a GPU."""
+
+_GUARDS = Kept[Apart](64)
+"""What is known of networks' points, so that a request does not ask again."""
 
 
 class Linearized(eqx.Module):
@@ -38,6 +46,32 @@ class Linearized(eqx.Module):
     trainable: tuple[bool, ...] = eqx.field(static=True)
     batch_size: int | None = eqx.field(static=True)
     anchor: str = eqx.field(static=True, default="params")
+    held: tuple[str, ...] = eqx.field(static=True, default=())
+
+    def bound(self, x: Any) -> "Linearized":
+        """The model with what `apply_fn` closes over as it is now, for points like those of `x`.
+
+        Everything that keeps a model or its compiled programs keeps a bound one: see `Snapshot`. A
+        bound model stays as it is; where `apply_fn` fails, so does this one, for `apply_shape` to say.
+        """
+        if isinstance(self.apply_fn, Snapshot) or x is None or isinstance(x, Tracer):
+            return self
+        try:  # x as it came: what is no array is refused later, by name
+            shape = np.shape(x)
+            dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
+            if not shape:
+                return self
+            now = self._snapshot(jax.ShapeDtypeStruct(shape, dtype))
+        except Exception:  # user code may raise anything
+            return self
+        return replace(self, apply_fn=now)
+
+    def _snapshot(self, x: Any) -> Snapshot:
+        """A snapshot for points like those of `x`: the model's own, or a new one."""
+        fn = self.apply_fn
+        if isinstance(fn, Snapshot) and fn.fits(x):
+            return fn
+        return take_snapshot(fn, self.params, x)
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Trainable leaves and the rest, each with `None` in the other's places."""
@@ -60,7 +94,7 @@ class Linearized(eqx.Module):
     def __call__(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""
         with jax.default_matmul_precision(PRECISION):
-            return _batched(lambda xb: self.apply_fn(params, xb), x, self.batch(x))
+            return map_rows(lambda xb: self.apply_fn(params, xb), x, self.batch(x))
 
     def base_outputs(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """`f(x; θ₀)`."""
@@ -73,35 +107,22 @@ class Linearized(eqx.Module):
 
     def jvp(self, x: Shaped[Array, "n ..."], tangent: PyTree) -> Float[Array, "n c"]:
         """`J(x) t` for a tangent with the structure of the trainable leaves."""
-        theta, frozen = self.split(self.params)
-
-        def push(xb: Array) -> Array:
-            def apply(t: PyTree) -> Array:
-                return self.apply_fn(eqx.combine(t, frozen), xb)
-
-            return jax.jvp(apply, (theta,), (tangent,))[1]
-
+        self.apply_shape(x)
+        theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
-            return _batched(push, x, self.batch(x))
+            return push_rows(outputs, theta, x, tangent, self.batch(x))
 
     def vjp(self, x: Shaped[Array, "n ..."], v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, summed over points, as a pytree of the trainable leaves."""
-        theta, frozen = self.split(self.params)
-
-        def pull(xb: Array, vb: Array) -> PyTree:
-            f, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xb), theta)
-            # Dual variables of a refined fit are wider than the network.
-            return back(vb.astype(f.dtype))[0]
-
-        def add(total: PyTree, batch: tuple[Array, Array]) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, total, pull(*batch)), None
-
+        self.apply_shape(x)
+        theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
-            size = self.batch(x)
-            if x.shape[0] <= size:
-                return pull(x, v)
-            xs, vs = _batches(x, size), _batches(v, size, zeros=True)
-            return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, theta), (xs, vs))[0]
+            return pull_rows(outputs, theta, x, v, self.batch(x))
+
+    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Array], Array]]:
+        """The trainable leaves, and the network as a function of them."""
+        theta, frozen = self.split(self.params)
+        return theta, lambda t, x: self.apply_fn(eqx.combine(t, frozen), x)
 
     def kernel(
         self,
@@ -113,9 +134,10 @@ class Linearized(eqx.Module):
     ) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) J(x2)ᵀ`, in tiles; `x2=None` computes half of the symmetric kernel."""
         mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
+        apply_fn = self.bound(x1).apply_fn
         with jax.default_matmul_precision(PRECISION):
             return empirical_kernel(
-                self.apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
+                apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
             ).value
 
     def kernel_block(self, x1: Array, x2: Array) -> Float[Array, "n1 c n2 c"]:
@@ -124,28 +146,24 @@ class Linearized(eqx.Module):
         with jax.default_matmul_precision(PRECISION):
             return kernel_block(self.apply_fn, self.params, x1, x2, trainable=mask)
 
-    @eqx.filter_jit
     def kernel_diagonal(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
         """`‖∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
-        theta, frozen = self.split(self.params)
-        c = self.apply_shape(x)[1]
-
-        def point(xi: Array) -> Array:
-            _, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xi[None])[0], theta)
-            grads = jax.vmap(back)(jnp.eye(c, dtype=self.dtype))[0]
-            squares = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
-            return sum(squares[1:], start=squares[0])
-
-        return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
+        model = self.bound(x)
+        model.apply_shape(x)
+        return _diagonal(model, x)
 
     def jacobian(self, x: Shaped[Array, "n ..."]) -> PyTree:
         """`J(x)`: for every trainable leaf an array of shape `(n, c, *leaf.shape)`."""
-        theta, frozen = self.split(self.params)
-        c = self.apply_shape(x)[1]
+        return self._per_point(x, lambda grads: grads)
 
-        def point(xi: Array) -> PyTree:
-            _, back = jax.vjp(lambda t: self.apply_fn(eqx.combine(t, frozen), xi[None])[0], theta)
-            return jax.vmap(back)(jnp.eye(c, dtype=self.dtype))[0]
+    def _per_point(self, x: Array, use: Callable[[PyTree], Any]) -> Any:
+        """`use` of every point's gradients, each leaf `(c, *leaf.shape)`."""
+        c = self.apply_shape(x)[1]
+        theta, outputs = self._outputs()
+
+        def point(xi: Array) -> Any:
+            f, back = jax.vjp(lambda t: outputs(t, xi[None])[0], theta)
+            return use(jax.vmap(back)(jnp.eye(c, dtype=f.dtype))[0])
 
         with jax.default_matmul_precision(PRECISION):
             return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
@@ -155,27 +173,68 @@ class Linearized(eqx.Module):
         return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
     def apply_shape(self, x: Shaped[Array, "n ..."]) -> tuple[int, int]:
-        """`(n, c)`, or an error if `apply_fn` returns anything else."""
+        """`(n, c)`, or an error if `apply_fn` returns anything else or lets points see each other."""
+        known = isinstance(self.apply_fn, Snapshot) and self.apply_fn.fits(x)
+        n, c = (x.shape[0], self._columns()) if known else self._traced_shape(x)
+        if not isinstance(x, Tracer):
+            self._guard(x)
+        return n, c
+
+    def _columns(self) -> int:
+        assert isinstance(self.apply_fn, Snapshot)
+        points = self.apply_fn.args[1]
+        return check_shape(self.apply_fn.outputs, points.shape[0])
+
+    def _traced_shape(self, x: Array) -> tuple[int, int]:
         try:
             out = eqx.filter_eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
-        except Exception as error:  # the user's function may raise anything
+        except ChangedError:
+            raise
+        except Exception as error:  # user code may raise anything
             raise ValueError(
                 f"linearize: apply_fn(params, x) fails for x of shape {x.shape} and dtype {x.dtype}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        shape = getattr(out, "shape", None)
-        if shape is None or len(shape) != 2 or shape[0] != x.shape[0] or shape[1] == 0:
-            raise ValueError(
-                f"linearize: apply_fn(params, x) must return an array of shape (n, c) = "
-                f"({x.shape[0]}, c), got {out if shape is None else tuple(shape)}. A scalar "
-                "output still needs its axis: return f[:, None]."
-            )
-        if not jnp.issubdtype(out.dtype, jnp.floating):
-            raise ValueError(
-                f"linearize: apply_fn(params, x) must return real floating-point numbers, got "
-                f"{out.dtype}. Return scores before any argmax, rounding or comparison."
-            )
-        return shape[0], shape[1]
+        return x.shape[0], check_shape(out, x.shape[0])
+
+    def _guard(self, x: Array) -> None:
+        """Raise where points see each other, for any parameters or, failing that, for these."""
+        now = self._snapshot(x)
+        apart = _GUARDS.get((now, self.trainable))
+        if apart is not None and apart.proven:
+            return
+        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
+        split, leaves, rest = split_params(self.params, mask)
+        with jax.default_matmul_precision(PRECISION):
+            if apart is None:
+
+                def outputs(leaves: Any, rest: Any, x: Any) -> Any:
+                    return now(split.merge(leaves, rest), x)
+
+                apart = _GUARDS.put((now, self.trainable), Apart(outputs, leaves, rest, x))
+            apart.check(leaves, rest, x)
+
+    @property
+    def arithmetic_eps(self) -> float:
+        """The rounding unit of the network: that of its narrowest step, once it is bound.
+
+        Half-precision layers or TF32 products inside a float32 network make it coarser than its dtype.
+        """
+        own = float(jnp.finfo(self.dtype).eps)
+        fn = self.apply_fn
+        return max(own, fn.arithmetic.eps) if isinstance(fn, Snapshot) else own
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user of this model should know, for `stats.notes`."""
+        notes: tuple[str, ...] = ()
+        if self.held:
+            notes += (f"statistics held fixed, not trained: {', '.join(self.held)}",)
+        fn, eps = self.apply_fn, self.arithmetic_eps
+        if isinstance(fn, Snapshot) and eps > float(jnp.finfo(self.dtype).eps):
+            name, own = fn.arithmetic.name, jnp.dtype(self.dtype).name
+            notes += (f"narrow arithmetic: {name} inside a {own} network, rounding unit {eps:.1e}",)
+        return notes
 
     @property
     def num_params(self) -> int:
@@ -186,6 +245,32 @@ class Linearized(eqx.Module):
     def dtype(self) -> Any:
         """Common dtype of the trainable parameters."""
         return jnp.result_type(*jax.tree.leaves(self.split(self.params)[0]))
+
+
+@eqx.filter_jit
+def _diagonal(model: Linearized, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def square(grads: PyTree) -> Array:
+        parts = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
+        return sum(parts[1:], start=parts[0])
+
+    return model._per_point(x, square)
+
+
+def check_shape(out: Any, n: int) -> int:
+    """The number of outputs `c`, or an error if `out` is not one array of shape `(n, c)`."""
+    shape = tuple(out.shape) if hasattr(out, "shape") else None
+    if shape is None or len(shape) != 2 or shape[0] != n or shape[1] == 0:
+        raise ValueError(
+            f"linearize: apply_fn(params, x) must return an array of shape (n, c) = ({n}, c), got "
+            f"{out if shape is None else shape}. A scalar output still needs its axis: return "
+            "f[:, None]."
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            "linearize: apply_fn(params, x) must return real floating-point numbers, got "
+            f"{out.dtype}. Return scores before any argmax, rounding or comparison."
+        )
+    return shape[1]
 
 
 def linearize(
@@ -204,11 +289,15 @@ def linearize(
 
     **Arguments:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 must not see each other.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 must not see each other. What else
+      it reads (closed-over arrays, attributes, globals) is read anew by every `fit`, `from_trained`
+      or `kernel`; what these return keeps it, and refuses to mix it with a later change.
     - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable,
-      all else (integers, Python numbers, functions, …) is kept as it is.
+      all else (integers, Python numbers, functions, …) is kept as it is. So are statistics: a
+      collection such as `batch_stats` beside `params`, and variables of NNX that are not `Param`.
     - `anchor`: where to linearise, `"params"` or `"zero"`.
-    - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer.
+    - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer; it has the
+      last word on statistics too.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
     """
     check_function("linearize: apply_fn", apply_fn, "of (params, x)")
@@ -220,9 +309,15 @@ def linearize(
     for leaf in leaves:
         check_concrete("linearize: params", leaf)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    stats = statistics(params)
     mask = tuple(
-        bool(_is_floating(leaf) and (trainable is None or trainable(path, leaf)))
-        for path, leaf in zip(paths, leaves, strict=True)
+        bool(is_floating(leaf) and (not held if trainable is None else trainable(path, leaf)))
+        for path, leaf, held in zip(paths, leaves, stats, strict=True)
+    )
+    held = tuple(
+        leaf_name(path)
+        for path, leaf, stat, used in zip(paths, leaves, stats, mask, strict=True)
+        if stat and is_floating(leaf) and not used
     )
     if not any(mask):
         raise ValueError(
@@ -241,25 +336,5 @@ def linearize(
     ]
     if anchor == "zero":
         arrays = [jnp.zeros_like(a) if used else a for a, used in zip(arrays, mask, strict=True)]
-    return Linearized(apply_fn, jax.tree.unflatten(treedef, arrays), mask, batch_size, anchor)
-
-
-def _is_floating(leaf: Any) -> bool:
-    array = isinstance(leaf, (jax.Array, np.ndarray, np.generic))
-    return array and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _batches(x: Array, size: int, *, zeros: bool = False) -> Array:
-    """`x` as `(num_batches, size, ...)`, padded with its last row or with zeros."""
-    missing = -x.shape[0] % size
-    if missing:
-        tail = jnp.zeros_like(x[:1]) if zeros else x[-1:]
-        x = jnp.concatenate([x, jnp.repeat(tail, missing, axis=0)])
-    return x.reshape(-1, size, *x.shape[1:])
-
-
-def _batched(fn: Callable[[Array], Array], x: Array, size: int) -> Array:
-    if x.shape[0] <= size:
-        return fn(x)
-    out = jax.lax.map(fn, _batches(x, size))
-    return out.reshape(-1, *out.shape[2:])[: x.shape[0]]
+    params = jax.tree.unflatten(treedef, arrays)
+    return Linearized(apply_fn, params, mask, batch_size, anchor, held)

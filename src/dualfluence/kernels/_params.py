@@ -1,11 +1,19 @@
 """Split a parameter pytree into the leaves to differentiate and the rest."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from .._support.trees import is_array as is_array
+from .._support.trees import is_floating
+
+STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats"})
+"""Collections that stand beside "params" in the variables of a model and are not trained."""
 
 
 @dataclass(frozen=True)
@@ -28,18 +36,43 @@ class Split:
         return jax.tree.unflatten(self.treedef, [next(parts[role]) for role in self.roles])
 
 
-def is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+def statistics(params: Any) -> tuple[bool, ...]:
+    """For every leaf, whether it is a statistic (a running mean, a cache) rather than a parameter.
+
+    Told by type, for Flax NNX (every `Variable` that is not a `Param`) and Equinox (its `State`), and
+    by name, for the collections of Flax Linen and Haiku (`STATISTICS`).
+    """
+    nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]
+    named = _collections(params)
+    flags: list[bool] = []
+    for path, node in nodes:
+        held = _is_state(node) or (bool(path) and getattr(path[0], "key", None) in named)
+        flags += [held] * len(jax.tree.leaves(node))
+    return tuple(flags)
+
+
+def _is_state(node: Any) -> bool:
+    if isinstance(node, eqx.nn.State | eqx.nn.StateIndex):
+        return True
+    flax = {c.__name__ for c in type(node).__mro__ if c.__module__.startswith("flax.")}
+    return "Variable" in flax and "Param" not in flax
+
+
+def _collections(params: Any) -> frozenset[str]:
+    if not isinstance(params, Mapping):
+        return frozenset()
+    return STATISTICS if "params" in params else frozenset({"batch_stats"})
 
 
 def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], list[Any]]:
     """Split `params`; returns the split, the trainable leaves and the fixed arrays.
 
-    Integer leaves and leaves that are not arrays are never trainable. Half-precision arrays are
+    Integer leaves and leaves that are not arrays are never trainable, `statistics` only where
+    `trainable` says so. Half-precision arrays are
     carried in float32: their kernel is that of the same values, without the rounding.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    paths = tuple(_name(path) for path, _ in flat)
+    paths = tuple(leaf_name(path) for path, _ in flat)
     chosen = _choose(params, paths, trainable)
     roles = tuple(_role(leaf, wanted) for (_, leaf), wanted in zip(flat, chosen, strict=True))
     by_role: dict[str, list[Any]] = {"trainable": [], "fixed": [], "static": []}
@@ -72,19 +105,20 @@ def widen(x: Any) -> Any:
     return x
 
 
-def _name(path: Any) -> str:
+def leaf_name(path: Any) -> str:
+    """Keys on the way to a leaf, such as `dense/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def _role(leaf: Any, wanted: bool) -> str:
     if not is_array(leaf):
         return "static"
-    return "trainable" if wanted and jnp.issubdtype(leaf.dtype, jnp.inexact) else "fixed"
+    return "trainable" if wanted and is_floating(leaf) else "fixed"
 
 
 def _choose(params: Any, paths: tuple[str, ...], trainable: Any) -> list[bool]:
     if trainable is None:
-        return [True] * len(paths)
+        return [not held for held in statistics(params)]
     # A pytree of bools may itself be callable (an Equinox module), a predicate is never a pytree.
     if callable(trainable) and jax.tree_util.all_leaves([trainable]):
         return [bool(trainable(path)) for path in paths]

@@ -1,6 +1,5 @@
 """Check a function and its inputs, plan its kernel once, and keep the compiled pieces."""
 
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,25 +10,24 @@ import numpy as np
 from jax.core import Tracer
 
 from .._support.compile import jit
+from ._apart import Apart
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
 from ._params import Split, split_params, widen
 from ._plan import Method, Plan
 from ._report import make_report, read_uses
+from ._snapshot import Kept, Snapshot, reads
 
 MAX_KEPT = 16
 """Compiled kernels kept for repeated calls."""
 
 
 class Prepared:
-    """A plan with its compiled features and tiles.
-
-    As under `jax.jit`, arrays that `apply_fn` closes over are read once, when it is first seen.
-    """
+    """A plan with its compiled features and tiles, and the guard of its function."""
 
     def __init__(self, single: Any, batched: Any, split: Split, shapes: Any, plan: Plan) -> None:
         leaves, rest, point = shapes
-        self.plan, self._batched, self._checked = plan, jit(batched), False
+        self.plan = plan
         self.report = make_report(plan, split, read_uses(single, leaves, rest, point))
         self.feature_bytes = feature_bytes(plan, leaves, rest, point)
         self.workspace_bytes = workspace_bytes(plan)
@@ -42,28 +40,17 @@ class Prepared:
             ),
             static_argnames="traced",
         )
+        self._apart = Apart(batched, leaves, rest, jax.tree.map(_as_batch, point))
 
     def features(self, leaves: Any, rest: Any, x: Any, chunk: int) -> Features:
         return self._features(leaves, rest, x, chunk=chunk)
 
-    def check_points_apart(self, leaves: Any, rest: Any, x: Any, outputs: Any) -> None:
-        """Raise, once, where outputs change with the points beside (batch norm in training)."""
-        if self._checked or num_points(x) < 2:
-            return
-        self._checked = True
-        alone = np.asarray(outputs[:2], np.float64)
-        both = np.asarray(self._batched(leaves, rest, jax.tree.map(lambda a: a[:2], x)), np.float64)
-        gap, size = np.max(np.abs(both - alone)), np.max(np.abs(both))
-        # Loose enough for half-precision layers; batch statistics change outputs by their size.
-        if np.isfinite(size) and gap > 2e-2 * size:
-            raise ValueError(
-                f"empirical kernel: the outputs of the first two points change by {gap:.3g} when"
-                " evaluated side by side, so no per-point derivative exists. Expected apply_fn to"
-                " treat points apart: put batch norm and dropout in inference mode."
-            )
+    def check_apart(self, leaves: Any, rest: Any, x: Any) -> None:
+        """Raise where outputs or derivatives change with the points beside."""
+        self._apart.check(leaves, rest, x)
 
 
-_KEPT: OrderedDict[Any, Prepared] = OrderedDict()
+_KEPT = Kept[Prepared](MAX_KEPT)
 
 
 def prepare(
@@ -84,16 +71,12 @@ def prepare(
         )
     split, leaves, rest = split_params(params, trainable)
     args = (leaves, rest, x)
-    key = _key(apply_fn, split, args, (method, precision))
-    if key is not None and key in _KEPT:
-        _KEPT.move_to_end(key)
-        return _KEPT[key], leaves, rest
-    prepared = _build(apply_fn, split, args, method, precision)
-    if key is not None:
-        _KEPT[key] = prepared
-        while len(_KEPT) > MAX_KEPT:
-            _KEPT.popitem(last=False)
-    return prepared, leaves, rest
+    found = _KEPT.get(_key(apply_fn, split, args, (method, precision)))
+    if found is None:
+        found = _build(apply_fn, split, args, method, precision)
+        # The key of now: a function that counts its calls has changed what it closes over.
+        _KEPT.put(_key(apply_fn, split, args, (method, precision)), found)
+    return found, leaves, rest
 
 
 def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: Any) -> Prepared:
@@ -112,6 +95,10 @@ def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: An
     return Prepared(single, batched, split, (leaves, rest, point), plan)
 
 
+def _as_batch(point: Any) -> Any:
+    return jax.ShapeDtypeStruct((1, *point.shape), point.dtype)
+
+
 def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
     """What a plan depends on; `None` (plan anew) where that is not hashable or being traced."""
     arrays, structure = jax.tree.flatten(args)
@@ -119,7 +106,8 @@ def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
         return None
     shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves(args[:2]))
     shapes += tuple((a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(args[2]))
-    key = (apply_fn, split, structure, shapes, options, str(jnp.result_type(float)))
+    read = () if isinstance(apply_fn, Snapshot) else reads(apply_fn)
+    key = (apply_fn, read, split, structure, shapes, options, str(jnp.result_type(float)))
     try:
         hash(key)
     except TypeError:

@@ -1,4 +1,4 @@
-"""Products with the empirical NTK that never form it."""
+r"""Products with the Jacobian of a network, batch by batch, and $Kv = J(J^T v)$ made of them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,16 +6,68 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jaxtyping import Array
 
 from .._support.compile import jit
+from ._apart import Apart
+from ._jacobian import push
 from ._params import Split, split_params
 from ._plan import precision_name
 from ._prepare import as_inputs, check_outputs, num_points
-from ._program import mentions
+from ._snapshot import Kept, take_snapshot
 
 DEFAULT_BATCH = 256
 """Points differentiated at once unless told otherwise."""
+
+Outputs = Callable[[Any, Any], Any]
+"""`fn(theta, x) -> (n, c)`, with only what is differentiated in `theta`."""
+
+
+def push_rows(fn: Outputs, theta: Any, x: Any, tangent: Any, size: int) -> Array:
+    """$J(x)$ times `tangent`, shape `(n, c)`, `size` points at a time."""
+    return map_rows(lambda xb: push(lambda t: fn(t, xb), theta, tangent), x, size)
+
+
+def pull_rows(fn: Outputs, theta: Any, x: Any, v: Array, size: int) -> Any:
+    """$J(x)^T v$, summed over points, `size` points at a time."""
+
+    def pull(xb: Any, vb: Array) -> Any:
+        f, back = jax.vjp(lambda t: fn(t, xb), theta)
+        # Dual variables of a refined fit are wider than the network.
+        return back(vb.astype(f.dtype))[0]
+
+    def add(total: Any, batch: tuple[Any, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, pull(*batch)), None
+
+    if _length(x) <= size:
+        return pull(x, v)
+    # Repeated points in the last batch get v = 0, so they add nothing.
+    batches = (jax.tree.map(partial(cut, size=size), x), cut(v, size, zeros=True))
+    return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, theta), batches)[0]
+
+
+def map_rows(fn: Callable[[Any], Any], x: Any, size: int) -> Any:
+    """`fn` of `x`, `size` points at a time."""
+    n = _length(x)
+    if n <= size:
+        return fn(x)
+    out = jax.lax.map(fn, jax.tree.map(partial(cut, size=size), x))
+    return out.reshape(-1, *out.shape[2:])[:n]
+
+
+def cut(x: Any, size: int, *, zeros: bool = False) -> Array:
+    """`x` as `(num_batches, size, ...)`, padded with its last row or with zeros."""
+    x = jnp.asarray(x)
+    missing = -x.shape[0] % size
+    if missing:
+        tail = jnp.zeros_like(x[:1]) if zeros else x[-1:]
+        x = jnp.concatenate([x, jnp.repeat(tail, missing, axis=0)])
+    return x.reshape(-1, size, *x.shape[1:])
+
+
+def _length(x: Any) -> int:
+    return jax.tree.leaves(x)[0].shape[0]
 
 
 def ntk_mv(
@@ -58,12 +110,22 @@ def ntk_mv(
         )
     if batch_size < 1:
         raise ValueError(f"ntk_mv: batch_size must be at least 1, got {batch_size}.")
-    size = min(batch_size, n)
+    args = (split, min(batch_size, n), precision, leaves, rest, x, v.astype(out.dtype))
+    if any(isinstance(a, Tracer) for a in jax.tree.leaves((leaves, rest, x))):
+        return _product(apply_fn, *args)
+    now = take_snapshot(apply_fn, split.merge(leaves, rest), x)
     try:
-        hash((apply_fn, split))
+        known = _KEPT.get((now, split))
     except TypeError:
-        return _product(apply_fn, split, size, precision, leaves, rest, x, v.astype(out.dtype))
-    return _jitted(apply_fn, split, size, precision, leaves, rest, x, v.astype(out.dtype))
+        Apart(outputs, leaves, rest, x).check(leaves, rest, x)
+        return _product(apply_fn, *args)
+    apart = known or _KEPT.put((now, split), Apart(outputs, leaves, rest, x))
+    apart.check(leaves, rest, x)
+    return _jitted(now, *args)
+
+
+_KEPT = Kept[Apart](64)
+"""Guards of functions, so that repeated products prove nothing twice."""
 
 
 def _product(
@@ -76,45 +138,12 @@ def _product(
     x: Any,
     v: Array,
 ) -> Array:
-    n = num_points(x)
-    batches = jax.tree.map(partial(_batches, size=size), x)
-    # Repeated points in the last batch get v = 0, so they add nothing.
-    padded = jnp.concatenate([v, jnp.zeros((-n % size, v.shape[1]), v.dtype)])
-    v_batches = jnp.reshape(padded, (-1, size, v.shape[1]))
-
     def outputs(free: Any, xb: Any) -> Any:
         return apply_fn(split.merge(free, rest), xb)
 
-    def add(total: Any, batch: Any) -> tuple[Any, None]:
-        xb, vb = batch
-        (part,) = jax.vjp(lambda free: outputs(free, xb), leaves)[1](vb)
-        return jax.tree.map(jnp.add, total, part), None
-
-    def apply(xb: Any) -> Array:
-        return _push(lambda free: outputs(free, xb), leaves, pulled)
-
     with jax.default_matmul_precision(precision_name(precision)):
-        zeros = jax.tree.map(jnp.zeros_like, leaves)
-        pulled, _ = jax.lax.scan(add, zeros, (batches, v_batches))
-        pushed = jax.lax.map(apply, batches)
-    return jnp.reshape(pushed, (-1, v.shape[1]))[:n]
-
-
-def _push(fn: Callable[..., Any], leaves: Any, tangent: Any) -> Array:
-    """$J$ times `tangent`; where a custom reverse rule forbids forward mode, as $(J^T)^T$."""
-    if not mentions(jax.make_jaxpr(fn)(leaves), "custom_vjp_call"):
-        return jax.jvp(fn, (leaves,), (tangent,))[1]
-    outputs, pull = jax.vjp(fn, leaves)
-    return jax.linear_transpose(lambda v: pull(v)[0], outputs)(tangent)[0]
+        pulled = pull_rows(outputs, leaves, x, v, size)
+        return push_rows(outputs, leaves, x, pulled, size)
 
 
 _jitted = jit(_product, static_argnums=(0, 1, 2, 3))
-
-
-def _batches(x: Any, size: int) -> Array:
-    """`(batches, size, ...)`, the last row repeated to fill up."""
-    x = jnp.asarray(x)
-    missing = -x.shape[0] % size
-    if missing:
-        x = jnp.concatenate([x, jnp.repeat(x[-1:], missing, axis=0)])
-    return jnp.reshape(x, (-1, size, *x.shape[1:]))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 
 INLINED = frozenset(
@@ -109,7 +110,11 @@ def _bind(op: Op, values: list[Any]) -> Sequence[Any]:
 
 def trace_program(fn: Callable[..., Any], *args: Any) -> Program:
     """Trace `fn` at `args` (arrays or `jax.ShapeDtypeStruct`) into a `Program`."""
-    closed = jax.make_jaxpr(fn)(*args)
+    return as_program(jax.make_jaxpr(fn)(*args))
+
+
+def as_program(closed: Any) -> Program:
+    """A traced function as a `Program`."""
     program = Program()
     env = {v: program.new_slot(v.aval) for v in closed.jaxpr.invars}
     program.inputs = list(env.values())
@@ -132,9 +137,14 @@ def _slot(program: Program, env: dict[Any, int], atom: Any) -> int:
     return env[atom]
 
 
+def own_copy(value: Any) -> Any:
+    """A constant that nobody else can write to: JAX lets closed-over NumPy arrays share memory."""
+    return value if isinstance(value, jax.Array) else np.array(value)
+
+
 def _inline(program: Program, jaxpr: Any, consts: Sequence[Any], env: dict[Any, int]) -> None:
     for var, value in zip(jaxpr.constvars, consts, strict=True):
-        env[var] = program.constant(var.aval, value)
+        env[var] = program.constant(var.aval, own_copy(value))
     for eqn in jaxpr.eqns:
         ins = tuple(_slot(program, env, atom) for atom in eqn.invars)
         body = _body(eqn)
@@ -170,8 +180,12 @@ def mentions(jaxpr: Any, prefix: str) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name.startswith(prefix):
             return True
-        inner = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
-        bodies = [v for v in inner if hasattr(getattr(v, "jaxpr", v), "eqns")]
-        if any(mentions(body, prefix) for body in bodies):
+        if any(mentions(body, prefix) for body in inner_jaxprs(eqn)):
             return True
     return False
+
+
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """The bodies (jaxprs, closed or open) among the parameters of an equation or an `Op`."""
+    found = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
+    return [v for v in found if hasattr(getattr(v, "jaxpr", v), "eqns")]

@@ -88,8 +88,6 @@ class FeatureStore:
 
     def _make(self, name: str, x: Any, index: np.ndarray) -> Features:
         made = self._prepared.features(self._leaves, self._rest, x, self._tiles.chunk)
-        if not self._flags:
-            self._prepared.check_points_apart(self._leaves, self._rest, x, made.outputs)
         self._flags.append((name, index, made.outputs, made.finite))
         return made
 

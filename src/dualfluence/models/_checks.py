@@ -13,8 +13,8 @@ from ..kernels._linearized import Linearized
 
 def check_network(model: Linearized, x: Array, num_outputs: int | None) -> int:
     """`c` of a network that can be fitted, at all points and at one."""
+    model._traced_shape(x[:1])  # batches have any number of points, down to one
     c = model.apply_shape(x)[1]
-    model.apply_shape(x[:1])
     if num_outputs not in (None, c):
         raise ValueError(
             f"num_outputs: {num_outputs} was given, but apply_fn has {c} outputs. Leave it out: a "

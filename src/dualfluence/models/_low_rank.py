@@ -144,7 +144,7 @@ def low_rank(
     check_choice("low_rank: method", method, ("nystrom", "random-features"))
     num_outputs = maybe(check_count, "low_rank: num_outputs", num_outputs)
     chosen_key = jax.random.key(0) if key is None else check_key("low_rank: key", key)
-    source, points = as_source(model), as_features("low_rank: x", x)
+    source, points = as_source(model, x), as_features("low_rank: x", x)
     if source.network is not None:
         num_outputs = check_network(source.network, points, num_outputs)
     if method == "random-features":

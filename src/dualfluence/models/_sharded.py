@@ -96,14 +96,13 @@ class ShardedSource(AbstractSource):
         if isinstance(op, MixedOperator):
             return MixedOperator(self.extend(op.op, x, start, stop, progress))
         host = np.asarray(x)
-        x, x_new = host[:start], host[start:stop]
         old, new = op.layout, on_mesh(stop - start, self.mesh)
         c = op.num_outputs
         if isinstance(op, ShardedMatrixFreeOperator):
             both = Layout((*old.blocks, *new.blocks), old.sharding)
             rows = both.place(host[:stop], "last")
             return ShardedMatrixFreeOperator(op.model, rows, c, both)
-        rows, cols = old.expand(x), new.expand(x_new)
+        rows, cols = old.expand(host[:start]), new.expand(host[start:stop])
         cross = _blocks(self.inner, rows, cols, c, old, progress)
         return BorderedOperator(op, cross, _square(self.inner, cols, c, new, progress))
 

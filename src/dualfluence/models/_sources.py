@@ -41,6 +41,16 @@ class AbstractSource(eqx.Module):
         """Points of a precomputed kernel; `None` where features are not positions."""
         return None
 
+    @property
+    def arithmetic_eps(self) -> float:
+        """Rounding unit of the network's narrowest step; 0 for a kernel that is given as it is."""
+        return 0.0 if self.network is None else self.network.arithmetic_eps
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the network has to say for `stats.notes`."""
+        return () if self.network is None else self.network.notes
+
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
         raise NotImplementedError(f"{type(self).__name__} has no kernel entries.")
@@ -288,12 +298,15 @@ class PrecomputedKernel(eqx.Module):
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
 
-def as_source(model: Any) -> AbstractSource:
-    """Wrap whatever the user gave: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix."""
+def as_source(model: Any, x: Any = None) -> AbstractSource:
+    """Wrap whatever the user gave: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix.
+
+    With points `x`, a network is bound to what it closes over now.
+    """
     if isinstance(model, AbstractSource):
         return model
     if isinstance(model, Linearized):
-        return NetworkSource(model)
+        return NetworkSource(model.bound(x))
     if isinstance(model, (jax.Array, np.ndarray)):
         return KernelSource(PrecomputedKernel(model).kernel, False)
     method: Callable[..., Any] | None = getattr(model, "kernel", None)

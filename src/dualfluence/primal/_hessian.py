@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..kernels._linearized import Linearized, _batches
+from ..kernels._jacobian import jacobian_products
+from ..kernels._linearized import Linearized
+from ..kernels._products import cut
 from ..losses import AbstractLoss
 
 
@@ -32,10 +34,10 @@ def make_rows(
 ) -> Rows:
     """Cut once, outside the solver's loop."""
     return Rows(
-        x=_batches(x, size),
-        targets=_batches(targets, size),
-        weights=_batches(weights, size, zeros=True),
-        outputs=_batches(outputs, size),
+        x=cut(x, size),
+        targets=cut(targets, size),
+        weights=cut(weights, size, zeros=True),
+        outputs=cut(outputs, size),
     )
 
 
@@ -44,11 +46,13 @@ def linearised_product(model: Linearized, loss: AbstractLoss, rows: Rows, v: PyT
     theta, frozen = model.split(model.params)
 
     def batch(row: Rows) -> PyTree:
-        _, push = jax.linearize(lambda t: model.apply_fn(eqx.combine(t, frozen), row.x), theta)
+        push, pull = jacobian_products(
+            lambda t: model.apply_fn(eqx.combine(t, frozen), row.x), theta
+        )
         curved = loss.hess_mv(row.outputs, row.targets, push(v))
-        return jax.linear_transpose(push, theta)(row.weights[:, None] * curved)[0]
+        return pull(row.weights[:, None] * curved)
 
-    return _sum_batches(batch, rows)
+    return _sumcut(batch, rows)
 
 
 def network_product(model: Linearized, loss: AbstractLoss, rows: Rows, v: PyTree) -> PyTree:
@@ -62,10 +66,10 @@ def network_product(model: Linearized, loss: AbstractLoss, rows: Rows, v: PyTree
 
         return jax.jvp(grad, (theta,), (v,))[1]
 
-    return _sum_batches(batch, rows)
+    return _sumcut(batch, rows)
 
 
-def _sum_batches(fn: Callable[[Rows], PyTree], rows: Rows) -> PyTree:
+def _sumcut(fn: Callable[[Rows], PyTree], rows: Rows) -> PyTree:
     first = jax.tree.map(lambda a: a[0], rows)
     if rows.x.shape[0] == 1:
         return fn(first)

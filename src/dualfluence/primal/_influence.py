@@ -106,6 +106,7 @@ def influence(
     check_on_failure("influence", on_failure)
     ridge = check_ridge(ridge, model.dtype)
     clock = Clock()
+    model = model.bound(x)
     theta = check_params("influence: params", model, params)
     data = _training_set(model, x, y, weights, loss)
     num_outputs = model.apply_shape(data.x)[1]

@@ -89,9 +89,9 @@ def build(
     check_flag("store: verify", verify)
     check_flag("store: wait", wait)
     check_progress("store", progress)
-    source = as_source(model)
     points = np.asarray(as_array("store: x", x))
     check_points("store: x", points)
+    source = as_source(model, points)
     header = _header(source, points, num_outputs, tile, dtype)
     is_done = Store.is_sound if verify else Store.is_recorded
     store = _find(path, header)

@@ -1,0 +1,154 @@
+r"""Make sure that points do not see each other: $f(x)_i$ may depend on $x_i$ alone.
+
+Batch norm in training mode, attention across the batch or `x - x.mean(0)` have no per-point
+Jacobian, and every number computed from one would be garbage. First the jaxpr is asked, which
+proves most networks apart for all parameters at once and computes nothing. Where it proves nothing, a
+probe of three points decides, for the parameters at hand.
+"""
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._support.compile import jit
+from ._jacobian import push
+from ._program import as_program, mentions
+from ._rows import Free, Mixed, Points, follow
+from ._trace import digest, shapes_of, trace
+
+Batched = Callable[[Any, Any, Any], Any]
+"""`fn(leaves, rest, x) -> (n, c)`, differentiated with respect to `leaves`."""
+
+SAME_PROGRAM = 64
+"""Rounding units by which a row may change with its neighbours: one program on one row's numbers, so
+next to none. Sums in another order (atomic additions on a GPU) are what is left."""
+
+OTHER_PROGRAM = 1e4
+"""Rounding units by which a row may change with the size of its batch, whose programs sum in
+another order; at most `LOOSEST` of the outputs' size."""
+
+LOOSEST = 2e-2
+"""Relative change that half-precision layers may make from batch size to batch size."""
+
+REMEMBERED = 8
+"""Sets of parameters whose probe is remembered."""
+
+
+def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
+    """Whether the jaxpr shows that outputs and derivatives of a point are its own.
+
+    It must also be the same for two and for three points: a function may divide by their number.
+    """
+    leaves, rest = shapes_of(leaves), shapes_of(rest)
+    if mentions(trace(fn, leaves, rest, shapes_of(x, 3)), "custom_vjp_call"):
+        return False
+
+    def moved(leaves: Any, rest: Any, x: Any) -> Any:
+        return jax.jvp(lambda free: fn(free, rest, x), (leaves,), (leaves,))
+
+    two, three = (trace(moved, leaves, rest, shapes_of(x, n)) for n in (2, 3))
+    if digest(two, shapes=False) != digest(three, shapes=False):
+        return False
+    program = as_program(three)
+    num_rows = len(jax.tree.leaves(x))
+    states = [
+        Free(frozenset(d for d, length in enumerate(program.shape(s)) if length == 1))
+        for s in program.inputs[:-num_rows]
+    ]
+    try:
+        outs = follow(program, [*states, *[Points(0)] * num_rows], 3)
+    except Mixed:
+        return False
+    return all(s == Points(0) or (isinstance(s, Free) and 0 in s.same) for s in outs)
+
+
+class Apart:
+    """The guard of one function at one shape of inputs: a proof, or a probe for each new `leaves`."""
+
+    def __init__(self, fn: Batched, leaves: Any, rest: Any, x: Any) -> None:
+        self.proven = proves_apart(fn, leaves, rest, x)
+        if not self.proven:
+            _check_jacobian(fn, leaves, rest, x)
+        self._row = jit(partial(_middle_row, fn))
+        self._passed: list[tuple[Any, ...]] = []
+
+    def check(self, leaves: Any, rest: Any, x: Any) -> None:
+        """Raise `ValueError` where points see each other."""
+        arrays = [a for a in jax.tree.leaves((leaves, rest)) if isinstance(a, jax.Array)]
+        if self.proven or any(isinstance(a, Tracer) for a in (*arrays, *jax.tree.leaves(x))):
+            return
+        if any(all(ref() is a for ref, a in zip(p, arrays, strict=True)) for p in self._passed):
+            return
+        self._probe(leaves, rest, jax.tree.map(np.asarray, x))
+        # Only what has passed is remembered, and for as long as the arrays live.
+        passed = tuple(weakref.ref(a) for a in arrays)
+        self._passed = [*self._passed[1 - REMEMBERED :], passed]
+
+    def _probe(self, leaves: Any, rest: Any, x: Any) -> None:
+        first, second, alone = (jax.tree.map(make, x) for make in (_rows, _other_rows, _one_row))
+        f, g = self._row(leaves, rest, first)
+        f_other, g_other = self._row(leaves, rest, second)
+        f_alone, g_alone = self._row(leaves, rest, alone)
+        unit = float(jnp.finfo(f.dtype).eps)
+        tight, loose = SAME_PROGRAM * unit, min(LOOSEST, OTHER_PROGRAM * unit)
+        _compare("with other points", "outputs", [f], [f_other], tight)
+        _compare("with other points", "derivatives", g, g_other, tight)
+        _compare("with others instead of alone", "outputs", [f], [f_alone], loose)
+        _compare("with others instead of alone", "derivatives", g, g_alone, loose)
+
+
+def _check_jacobian(fn: Batched, leaves: Any, rest: Any, x: Any) -> None:
+    """Raise where a reverse rule is not linear, in words and before anything is computed."""
+    leaves, rest, x = shapes_of(leaves), shapes_of(rest), shapes_of(x, 1)
+    trace(lambda *args: push(lambda free: fn(free, *args[1:]), args[0], args[0]), leaves, rest, x)
+
+
+def _middle_row(fn: Batched, leaves: Any, rest: Any, x: Any) -> tuple[Any, list[Any]]:
+    """Outputs of the middle point, and a combination of their derivatives."""
+    f, back = jax.vjp(lambda free: fn(free, rest, x), leaves)
+    middle = f.shape[0] // 2
+    mix = np.random.default_rng(0).normal(size=f.shape[1]).astype(f.dtype)
+    (grads,) = back(jnp.zeros_like(f).at[middle].set(mix))
+    return f[middle], jax.tree.leaves(grads)
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    """Three points, the first again where there are fewer."""
+    return x[np.arange(3) % len(x)]
+
+
+def _one_row(x: np.ndarray) -> np.ndarray:
+    return _rows(x)[1:2]
+
+
+def _other_rows(x: np.ndarray) -> np.ndarray:
+    """The same point in the middle of others: from the end of the data, moved a little."""
+    rows = _rows(x)
+    others = x[[-1, -2 % len(x)]]
+    if np.issubdtype(rows.dtype, np.integer) or rows.dtype == bool:
+        apart = others if (others != rows[::2]).any() else np.zeros_like(others)
+    else:
+        size = np.mean(np.abs(others)) or 1
+        apart = (0.9 * others + 0.2 * size).astype(rows.dtype)
+    return np.stack([apart[0], rows[1], apart[1]])
+
+
+def _compare(cause: str, what: str, first: Any, second: Any, slack: float) -> None:
+    """Raise where the two differ by more than `slack` of their size; NaN is for others to report."""
+    pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(first, second, strict=True)]
+    if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs):
+        return
+    size = max((float(np.max(np.abs(a), initial=0)) for pair in pairs for a in pair), default=0.0)
+    gap = max((float(np.max(np.abs(a - b), initial=0)) for a, b in pairs), default=0.0)
+    if gap > slack * size:
+        raise ValueError(
+            f"apply_fn: points see each other: the {what} of one point change by {gap:.3g} of"
+            f" {size:.3g} when evaluated side by side {cause}, so no per-point derivative exists. Put"
+            " batch norm and dropout in inference mode; take no means, sums or attention over axis 0."
+        )

@@ -1,0 +1,158 @@
+"""A network as it is now: what `apply_fn` closes over is part of its identity.
+
+Compiled programs keep the arrays that a function closes over, and JAX finds programs by the function
+alone: after a change of such an array the old program would answer, silently. A `Snapshot` is the
+function together with a checksum of everything it reads, so that a changed function is another one.
+Programs compiled from a snapshot go on answering for it; to compile another one after a change is
+refused, so that no model is ever half old and half new.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from .._support.trees import is_array
+from ._trace import Arithmetic, arithmetic, array_digest, digest, shapes_of, trace
+
+T = TypeVar("T")
+
+PRECISION = "highest"
+"""Matrix products inside `apply_fn` keep the full precision of their dtype, also on a GPU."""
+
+POINTS = 3
+"""Points at which a snapshot is traced; any number would do."""
+
+DEPTH = 6
+"""How many steps from a function `reads` follows its closure."""
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+class Kept(Generic[T]):
+    """The results of the last `size` keys; a key of `None` is never kept."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._items = size, OrderedDict[Hashable, T]()
+
+    def get(self, key: Hashable) -> T | None:
+        if key is None or key not in self._items:
+            return None
+        self._items.move_to_end(key)
+        return self._items[key]
+
+    def put(self, key: Hashable, value: T) -> T:
+        if key is not None:
+            self._items[key] = value
+            while len(self._items) > self._size:
+                self._items.popitem(last=False)
+        return value
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """`fn` at one moment: equal to another of the same function that reads the same.
+
+    - `args`: shapes of the parameters and of `POINTS` points at which it was traced.
+    - `outputs`: shape and dtype of the outputs there.
+    - `arithmetic`: the coarsest rounding on the way to them.
+    """
+
+    fn: Callable[..., Any]
+    checksum: str
+    args: tuple[Any, Any] = field(compare=False, repr=False)
+    outputs: Any = field(compare=False, repr=False)
+    arithmetic: Arithmetic = field(compare=False, repr=False)
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        """`fn(params, x)`, or an error where `fn` is no longer what it was."""
+        if digest(_trace_exactly(self.fn, self.args)[0]) != self.checksum:
+            raise ChangedError(
+                "apply_fn: an array or number that it closes over has changed since this model was"
+                " made, so that old and new results would mix. Call linearize and fit (or kernel)"
+                " again, or make what changes a parameter."
+            )
+        return self.fn(params, x)
+
+    def fits(self, x: Any) -> bool:
+        """Whether `x` has points of the shape and dtype that the snapshot was taken for."""
+        own, given = (jax.tree.leaves(tree) for tree in (self.args[1], x))
+        return len(own) == len(given) and all(
+            (a.shape[1:], a.dtype) == (b.shape[1:], b.dtype)
+            for a, b in zip(own, given, strict=True)
+        )
+
+
+class ChangedError(ValueError):
+    """Something that `apply_fn` closes over changed under a model that was made from it."""
+
+
+def take_snapshot(fn: Callable[..., Any], params: Any, x: Any) -> Snapshot:
+    """`fn` as it is now, for inputs like `x`; costs one trace."""
+    args = (shapes_of(params), shapes_of(x, POINTS))
+    closed, outputs = _trace_exactly(fn, args)
+    count = len([leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
+    return Snapshot(fn, digest(closed), args, outputs, arithmetic(closed, count))
+
+
+def _trace_exactly(fn: Callable[..., Any], args: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The jaxpr and outputs at full precision, whatever the default is where this is called."""
+    with jax.default_matmul_precision(PRECISION):
+        return trace(fn, *args, return_shape=True)
+
+
+def reads(fn: Callable[..., Any]) -> tuple[Hashable, ...]:
+    """What `fn` closes over, without calling it: cells, defaults, globals, attributes of `self`.
+
+    Contents of arrays and plain values, up to `DEPTH` steps away.
+    """
+    return tuple(_reads(fn, DEPTH, set()))
+
+
+def _reads(value: Any, depth: int, seen: set[int]) -> Iterable[Hashable]:
+    if isinstance(value, PLAIN):
+        yield (type(value).__name__, value)
+    elif isinstance(value, jax.Array | np.ndarray | np.generic):
+        yield id(value) if isinstance(value, Tracer) else array_digest(value)
+    elif depth and id(value) not in seen and not isinstance(value, ModuleType | type):
+        seen.add(id(value))
+        for part in _inside(value):
+            yield from _reads(part, depth - 1, seen)
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, functools.partial):
+        return (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, FunctionType):
+        return () if _of_jax(value) else _of_function(value)
+    return list(getattr(value, "__dict__", {}).values())
+
+
+def _of_jax(value: Any) -> bool:
+    return (value.__module__ or "").split(".")[0] in ("jax", "jaxlib", "numpy")
+
+
+def _of_function(fn: FunctionType) -> list[Any]:
+    cells = [cell.cell_contents for cell in fn.__closure__ or () if _is_filled(cell)]
+    named = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
+    return [*cells, *named, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
