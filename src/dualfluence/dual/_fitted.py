@@ -82,6 +82,7 @@ class Fitted(DualModel):
     certificate: Certificate
     stats: Stats
     fidelity: Fidelity | None = None
+    epsilon: float | None = None
 
     def __repr__(self) -> str:
         return show_fitted(self)
@@ -113,6 +114,7 @@ class Fitted(DualModel):
             preconditioner=preconditioner,
             certificate=NO_CERTIFICATE,
             stats=NO_STATS,
+            epsilon=source.narrow_eps,
         )
 
     @property
@@ -131,7 +133,8 @@ class Fitted(DualModel):
 
     def problem(self, data: TrainingSet | None = None) -> Problem:
         """The objective on this training set, or on an edited one with the same rows."""
-        return make_problem(data or self.data, self.loss, self.ridge, self.offset, self.layout)
+        data = data or self.data
+        return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
 
     def edit(
         self,
