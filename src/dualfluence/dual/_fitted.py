@@ -28,6 +28,7 @@ from ..solvers import (
     SpectralPreconditioner,
     resolve,
 )
+from ._attribution import Attribution, GroupAttribution
 from ._drift import check_drift, distance_limit, exceeds, follow, told
 from ._fidelity import Fidelity
 from ._newton import op_diagonal, op_mv
@@ -375,6 +376,48 @@ class Fitted(DualModel):
         from ._io import save  # the file format sits on top of this class
 
         save(self, path, include_kernel=include_kernel)
+
+    def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:
+        r"""What each query would change by if each training point were left out.
+
+        For every point `i` one Newton step on the set without it, in closed form from one
+        factorisation: exact for squared error, else the influence function. Values are
+        differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
+
+        **Arguments:**
+
+        - `xq`, `yq`: queries and their targets.
+        - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
+          log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
+        - `first_order`: the cheaper infinitesimal effect (DESIGN, section 8): no leverage, no
+          renormalised mean, the quantity linear in the outputs.
+        - `refine`: go on until the certified distance to exact retraining without the point is at
+          most this; the bounds are in the result.
+        - `block_size`: queries and left-out points at a time; by default what memory allows.
+        - `out`: a `.npy` file for the values, so that they need never be in memory.
+
+        **Returns:** `Attribution`, axes query by training point.
+        """
+        from ._attribute import attribute  # it sits on top of this class
+
+        return attribute(self, xq, yq, **options)
+
+    def attribute_groups(
+        self, groups: Any, xq: Any, yq: Any = None, **options: Any
+    ) -> GroupAttribution:
+        """What each query would change by if whole groups (a class, a source) were left out.
+
+        **Arguments:**
+
+        - `groups`: positions per group, as a dictionary by name or a list.
+        - `of`, `refine`: as in `attribute`.
+        - `interactions`: also the effect of every two groups together less that of each.
+
+        **Returns:** `GroupAttribution`, with the sum of single effects beside each group's own.
+        """
+        from ._attribute import attribute_groups
+
+        return attribute_groups(self, groups, xq, yq, **options)
 
 
 @dataclass(frozen=True, eq=False)
