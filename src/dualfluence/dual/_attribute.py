@@ -55,7 +55,7 @@ def attribute(
     if points.size < 2:
         raise ValueError("attribute: only one point has a weight; nothing is left without it.")
     n, dtype = fitted.data.num_points, np.dtype(fitted.state.alpha.dtype)
-    own, bounds = np.zeros(n, dtype), np.zeros(n)
+    own, bounds, without = np.zeros(n, dtype), np.zeros(n), np.array(fitted.outputs)
     train = _quantity_at_train(fitted, of, quantity)
     rows = _query_rows(fitted, block_size)
     read = _reader(fitted, xq, outputs, quantity, rows, first_order)
@@ -66,6 +66,7 @@ def attribute(
                 for where, change in read(steps):
                     values.array[where, block] = change[:, : block.size]
                 own[block] = train(steps, block, first_order)
+                without[block] += np.asarray(steps.own)[: block.size]
                 if steps.distance_bound is not None:
                     bounds[block] = steps.distance_bound[: block.size]
                 ticker.tick(block.size)
@@ -80,6 +81,7 @@ def attribute(
         of=quantity.name,
         direction=quantity.direction,
         own=own,
+        outputs_without=without,
         distance_bound=bounds if refine is not None else None,
         notes=_notes(fitted, form.describe, first_order, refine, points),
         stats=stats,

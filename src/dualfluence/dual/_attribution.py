@@ -42,6 +42,7 @@ class Attribution:
     - `of`: what was measured, e.g. `"loss"`.
     - `direction`: 1 where a rise of it is bad, −1 where it is good (a margin).
     - `own`: for each training point, the change of the same quantity at that point itself, `(n,)`.
+    - `outputs_without`: outputs at each training point of the model trained without it, `(n, c)`.
     - `distance_bound`: certificates of refined answers, `(n,)`, else `None`.
     - `unit`: what the numbers are measured in; `None` for scores without a unit.
     - `notes`: how they were found and what they leave out.
@@ -53,6 +54,7 @@ class Attribution:
     of: str
     direction: int = 1
     own: np.ndarray | None = None
+    outputs_without: np.ndarray | None = None
     distance_bound: np.ndarray | None = None
     unit: str | None = "change of the quantity"
     notes: tuple[str, ...] = ()
@@ -108,7 +110,9 @@ class Attribution:
     def save(self, path: Any, *, include_features: bool = False) -> None:
         """Write one `.npz` file without pickle, atomically; `include_features` adds `x`, `xq`, …"""
         arrays = {"values": np.asarray(self.values)}
-        names = ("own", "distance_bound") + (("x", "y", "xq", "yq") if include_features else ())
+        names = ("own", "outputs_without", "distance_bound") + (
+            ("x", "y", "xq", "yq") if include_features else ()
+        )
         for name in names:
             if getattr(self, name) is not None:
                 arrays[name] = np.asarray(getattr(self, name))

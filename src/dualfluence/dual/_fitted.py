@@ -419,6 +419,22 @@ class Fitted(DualModel):
 
         return attribute_groups(self, groups, xq, yq, **options)
 
+    def ridge_path(self, grid: Any = None) -> Any:
+        """Leave-one-out and generalised cross-validation over a grid of ridges.
+
+        From one eigendecomposition of `RᵀKR`. Exact for squared error; for other losses one
+        Newton step from this fit, good near its own ridge.
+
+        **Arguments:**
+
+        - `grid`: ridges; by default from 1e-7 to 10 times the mean diagonal of `K`.
+
+        **Returns:** `RidgePath`, with `best`, `reason` and `plot()`.
+        """
+        from ._ridge_path import ridge_path
+
+        return ridge_path(self, grid)
+
 
 @dataclass(frozen=True, eq=False)
 class Update(DualModel):
