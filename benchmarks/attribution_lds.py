@@ -1,0 +1,356 @@
+"""Linear datamodelling scores of real networks against retraining on random halves; writes JSON.
+
+    python benchmarks/attribution_lds.py --smoke                           # minutes on a laptop
+    python benchmarks/attribution_lds.py --data-dir DATA --work WORK --out lds.json    # one H200
+
+MNIST, first 5,000 training and 500 test rows, pixels (x/255 - 0.1307)/0.3081. `mlp`: 784-128-64-10,
+ReLU, dropout 0.1 after both hidden layers, SGD 0.01, momentum 0.9, batch 64, 50 epochs. `logistic`:
+784-10, SGD 0.01, batch 32, 20 epochs. Weights and biases uniform ±1/√fan_in. Truth: 100 random halves
+times 10 seeds, mean test loss. Seeds: subsets 0; truth 0 to 9; scored runs 1000 to 1004; halves of
+TRAK 2000.
+
+Constants (κ, which checkpoints, leverage) are compared on subsets 0-49 and queries 0-249 only, and the
+table reports the other subsets and queries. Every piece is kept in --work; a killed run goes on.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import time
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dualfluence as dfl
+from dualfluence.attribution import Trajectory, evaluate, gradient_dot, trak
+from dualfluence.attribution._pieces import Pieces
+from dualfluence.attribution._rivals import DAMPINGS
+from dualfluence.attribution._trajectory import _check_data, _normalised
+
+RECIPES = {
+    "mlp": {
+        "widths": (784, 128, 64, 10),
+        "dropout": 0.1,
+        "rate": 0.01,
+        "momentum": 0.9,
+        "batch": 64,
+        "epochs": 50,
+        "saved": (1, 2, 3, 4, 5, 6, 8, 11, 14, 19, 25, 35, 50),
+    },
+    "logistic": {
+        "widths": (784, 10),
+        "dropout": 0.0,
+        "rate": 0.01,
+        "momentum": 0.0,
+        "batch": 32,
+        "epochs": 20,
+        "saved": (1, 2, 3, 4, 5, 6, 8, 11, 14, 20),
+    },
+}
+FULL = {"points": 5000, "queries": 500, "subsets": 100, "seeds": 10, "runs": 5, "trak": (1, 10, 50)}
+SMOKE = {"points": 240, "queries": 40, "subsets": 24, "seeds": 4, "runs": 2, "trak": (1, 3)}
+SUBSET_SEED, RUN_SEED, TRAK_SEED = 0, 1000, 2000
+
+EPOCHS = {
+    "design": (1, 2, 3, 5, 8, 14, 25, 50),
+    "early": (1, 2, 3, 4, 5, 6, 8, 11, 14),
+    "all": (1, 2, 3, 4, 5, 6, 8, 11, 14, 19, 20, 25, 35, 50),
+}
+KAPPAS = {"1": (1.0,), "3": (3.0,), "10": (10.0,), "1+3+10": (1.0, 3.0, 10.0)}
+
+
+def apply(params, x):
+    """The network in inference mode."""
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def init(key, widths):
+    """Uniform ±1/√fan_in."""
+    layers = []
+    for k, (a, b) in zip(
+        jax.random.split(key, len(widths) - 1), itertools.pairwise(widths), strict=True
+    ):
+        low, high = jax.random.split(k)
+        bound = a**-0.5
+        layers.append(
+            {
+                "w": jax.random.uniform(low, (a, b), minval=-bound, maxval=bound),
+                "b": jax.random.uniform(high, (b,), minval=-bound, maxval=bound),
+            }
+        )
+    return layers
+
+
+def dropped(params, x, key, share):
+    for layer, k in zip(params[:-1], jax.random.split(key, len(params)), strict=False):
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+        if share:
+            x = jnp.where(jax.random.bernoulli(k, 1 - share, x.shape), x / (1 - share), 0)
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def make_epoch(recipe, x, y):
+    """`(params, velocity), key, indices -> (params, velocity)` after one pass in random order."""
+    size, share = recipe["batch"], recipe["dropout"]
+
+    def loss(params, rows, weights, key):
+        f = dropped(params, x[rows], key, share)
+        each = jax.nn.logsumexp(f, axis=1) - jnp.take_along_axis(f, y[rows][:, None], 1)[:, 0]
+        return jnp.sum(weights * each) / jnp.sum(weights)
+
+    def epoch(state, key, indices):
+        order_key, drop_key = jax.random.split(key)
+        m = indices.shape[0]
+        batches = -(-m // size)
+        order = jnp.pad(jax.random.permutation(order_key, indices), (0, batches * size - m))
+        # The last batch may be short: its other rows have weight zero.
+        weights = (jnp.arange(batches * size) < m).astype(x.dtype)
+        packed = (
+            order.reshape(batches, size),
+            weights.reshape(batches, size),
+            jax.random.split(drop_key, batches),
+        )
+
+        def step(carry, batch):
+            params, velocity = carry
+            grads = jax.grad(loss)(params, *batch)
+            velocity = jax.tree.map(lambda v, g: recipe["momentum"] * v + g, velocity, grads)
+            return (
+                jax.tree.map(lambda p, v: p - recipe["rate"] * v, params, velocity),
+                velocity,
+            ), None
+
+        return jax.lax.scan(step, state, packed)[0]
+
+    return epoch
+
+
+def make_train(recipe, x, y):
+    """`train(key, indices) -> params`, pure."""
+    epoch = make_epoch(recipe, x, y)
+
+    def train(key, indices):
+        start, rest = jax.random.split(key)
+        params = init(start, recipe["widths"])
+        state = (params, jax.tree.map(jnp.zeros_like, params))
+        keys = jax.random.split(rest, recipe["epochs"])
+        return jax.lax.scan(lambda s, k: (epoch(s, k, indices), None), state, keys)[0][0]
+
+    return train
+
+
+def train_runs(recipe, x, y, seeds):
+    """Parameters of runs on all points at every saved epoch: `{epoch: stacked params}`."""
+    epoch = make_epoch(recipe, x, y)
+    indices = jnp.arange(x.shape[0])
+    keys = jnp.stack([jax.random.key(s) for s in seeds])
+    starts, rests = jax.vmap(lambda k: tuple(jax.random.split(k)))(keys)
+    params = jax.vmap(lambda k: init(k, recipe["widths"]))(starts)
+    state = (params, jax.tree.map(jnp.zeros_like, params))
+    order = jax.vmap(lambda k: jax.random.split(k, recipe["epochs"]))(rests)
+    advance = jax.jit(jax.vmap(lambda s, k: epoch(s, k, indices)))
+    saved = {}
+    for e in range(recipe["epochs"]):
+        state = advance(state, order[:, e])
+        if e + 1 in recipe["saved"]:
+            saved[e + 1] = jax.tree.map(np.asarray, state[0])
+    return saved
+
+
+def pick(tree, i):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), tree)
+
+
+class Bench:
+    """One recipe: truth, runs, scores, table."""
+
+    def __init__(self, name, scale, data, work):
+        self.name, self.scale, self.work = name, scale, work / name
+        self.recipe = RECIPES[name]
+        n, q = scale["points"], scale["queries"]
+        scaled = lambda a: jnp.asarray((a.reshape(len(a), -1) - 0.1307) / 0.3081, jnp.float32)  # noqa: E731
+        self.x, self.y = scaled(data.x_train[:n]), jnp.asarray(data.y_train[:n])
+        self.xq, self.yq = scaled(data.x_test[:q]), jnp.asarray(data.y_test[:q])
+        self.seconds = {}
+
+    def timed(self, label, call):
+        start = time.perf_counter()
+        result = call()
+        self.seconds[label] = round(time.perf_counter() - start, 2)
+        print(f"[{self.name}] {label}: {self.seconds[label]} s", flush=True)
+        return result
+
+    def truth(self):
+        masks = evaluate.random_masks(self.x.shape[0], self.scale["subsets"], seed=SUBSET_SEED)
+
+        def measure(params):
+            f = apply(params, self.xq)
+            own = jnp.take_along_axis(f, self.yq[:, None], 1)[:, 0]
+            return jax.nn.logsumexp(f, axis=1) - own
+
+        return evaluate.retrain_networks(
+            make_train(self.recipe, self.x, self.y),
+            measure,
+            masks,
+            seeds=range(self.scale["seeds"]),
+            name=f"{self.name} {self.scale}",
+            slice_size=500,
+            folder=self.work / "truth",
+        )
+
+    def trajectory(self, saved, run, epochs, kappa):
+        per_epoch = -(-self.x.shape[0] // self.recipe["batch"])
+        return Trajectory(
+            apply,
+            [pick(saved[e], run) for e in epochs],
+            steps=[e * per_epoch for e in epochs],
+            learning_rate=self.recipe["rate"],
+            momentum=self.recipe["momentum"],
+            kappa=kappa,
+        )
+
+    def piece(self, saved, run, epoch, kappa, leverage):
+        """Normalised scores at one checkpoint, from disk if they are there."""
+        data = (self.x, self.y, self.xq, self.yq)
+        loss = dfl.SoftmaxCrossEntropy()
+
+        def compute():
+            only = self.trajectory(saved, run, (epoch,), kappa)
+            checked = _check_data(only, *data, loss, "loss")
+            return _normalised(only, 0, checked, loss, "outputs", leverage, 0)
+
+        name = f"run-{run}-epoch-{epoch:02d}-kappa-{kappa:g}{'-leverage' if leverage else ''}"
+        return Pieces(self.work / "scores", f"{self.name} {self.scale}").get(name, compute)
+
+    def total(self, saved, runs, epochs, kappas, leverage):
+        chosen = [e for e in self.recipe["saved"] if e in EPOCHS[epochs]]
+        parts = itertools.product(runs, chosen, KAPPAS[kappas])
+        return sum(
+            self.piece(saved, run, e, kappa, leverage).astype(np.float64) for run, e, kappa in parts
+        )
+
+    def split(self):
+        """Rows for choosing constants and rows for reporting: (subsets, queries) each."""
+        s, q = self.scale["subsets"] // 2, self.scale["queries"] // 2
+        return (slice(0, s), slice(0, q)), (slice(s, None), slice(q, None))
+
+    def lds(self, scores, truth, part=None):
+        subsets, queries = part or (slice(None), slice(None))
+        return evaluate.lds(
+            scores[queries], truth.masks[subsets], truth.targets[subsets][:, queries]
+        )
+
+    def record(self, scores, truth):
+        (choose, report), row = self.split(), {}
+        for label, part in (("choose", choose), ("report", report), ("all", None)):
+            m = self.lds(scores, truth, part)
+            row[label] = {"lds": m.value, "interval": list(m.interval)}
+        return row
+
+    def explore(self, saved, truth, leverages):
+        """LDS of one run on the choosing part for each setting of the constants."""
+        choose, _ = self.split()
+        found = {}
+        for epochs, kappas, leverage in itertools.product(EPOCHS, KAPPAS, leverages):
+            key = f"epochs {epochs}, kappa {kappas}, leverage {leverage}"
+            scores = self.total(saved, [0], epochs, kappas, leverage)
+            found[key] = ((epochs, kappas, leverage), self.lds(scores, truth, choose).value)
+        return found
+
+    def rivals(self, saved, truth):
+        last = pick(saved[self.recipe["epochs"]], 0)
+        data = (self.x, self.y, self.xq, self.yq)
+        rows = {"gradient dot product, last checkpoint (1 run)": gradient_dot(apply, last, *data)}
+        e = self.recipe["epochs"]
+        rows["influence, last checkpoint (1 run)"] = self.piece(saved, 0, e, 3.0, False)
+        halves = evaluate.random_masks(self.x.shape[0], max(self.scale["trak"]), seed=TRAK_SEED)
+        indices = jnp.asarray(np.stack([np.flatnonzero(row) for row in halves]))
+        keys = jax.random.split(jax.random.key(TRAK_SEED), len(halves))
+        stacked = jax.jit(jax.vmap(make_train(self.recipe, self.x, self.y)))(keys, indices)
+        for count in self.scale["trak"]:
+            models = [pick(stacked, i) for i in range(count)]
+            found = [trak(apply, models, *data, damping=d) for d in DAMPINGS]
+            best = max(found, key=lambda s: self.lds(s, truth).value)
+            rows[f"TRAK, exact kernel, best of {len(DAMPINGS)} dampings ({count} halves)"] = best
+        return rows
+
+    def run(self, leverages, explore):
+        truth = self.timed("truth", self.truth)
+        seeds = [RUN_SEED + r for r in range(self.scale["runs"])]
+        saved = self.timed("runs", partial(train_runs, self.recipe, self.x, self.y, seeds))
+        ceiling = evaluate.noise_ceiling(truth.repeats)
+        result = {
+            "recipe": dict(self.recipe),
+            "scale": self.scale,
+            "ceiling": {
+                "value": ceiling.value,
+                "interval": list(ceiling.interval),
+                "notes": ceiling.notes,
+            },
+            "table": {},
+        }
+        if explore:
+            found = self.timed("choosing constants", partial(self.explore, saved, truth, leverages))
+            best = max(found, key=lambda k: found[k][1])
+            result["choosing"] = {k: v for k, (_, v) in found.items()}
+            result["chosen"] = best
+            setting = found[best][0]
+        else:
+            setting = ("design", "3", False)
+        settings = {"default": ("design", "3", False), "chosen": setting}
+        for label, (epochs, kappas, leverage) in settings.items():
+            for runs in (1, self.scale["runs"]):
+                name = f"ours, {label} constants ({runs} run{'s' if runs > 1 else ''})"
+                scores = self.timed(
+                    name, partial(self.total, saved, range(runs), epochs, kappas, leverage)
+                )
+                result["table"][name] = self.record(scores, truth)
+        for name, scores in self.timed("rivals", partial(self.rivals, saved, truth)).items():
+            result["table"][name] = self.record(scores, truth)
+        result["seconds"] = self.seconds
+        return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir", default=None)
+    parser.add_argument("--work", type=Path, default=Path("attribution-lds"))
+    parser.add_argument("--out", type=Path, default=Path("attribution-lds.json"))
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument("--no-explore", action="store_true", help="default constants only")
+    parser.add_argument("--no-leverage", action="store_true", help="half the time of choosing")
+    parser.add_argument("--smoke", action="store_true")
+    args = parser.parse_args()
+    data = dfl.datasets.load("mnist-small" if args.smoke else "mnist", data_dir=args.data_dir)
+    scale = SMOKE if args.smoke else FULL
+    device = jax.devices()[0]
+    record = {
+        "device": f"{device.platform}: {device.device_kind}",
+        "host": platform.machine(),
+        "jax": jax.__version__,
+        "data": data.origin,
+        "recipes": {},
+    }
+    leverages = (False,) if args.no_leverage else (False, True)
+    for name in args.recipes:
+        with jax.default_matmul_precision("highest"):
+            bench = Bench(name, scale, data, args.work)
+            record["recipes"][name] = bench.run(leverages, not args.no_explore)
+        args.out.write_text(json.dumps(record, indent=1))
+        for row, parts in record["recipes"][name]["table"].items():
+            low, high = parts["report"]["interval"]
+            print(
+                f"{name:9s} {row:60s} report {parts['report']['lds']:.3f} [{low:.3f}, {high:.3f}]  "
+                f"all {parts['all']['lds']:.3f}"
+            )
+        print(f"{name:9s} noise ceiling {record['recipes'][name]['ceiling']['value']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
