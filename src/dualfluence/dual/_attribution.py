@@ -4,6 +4,7 @@ import hashlib
 import json
 import zipfile
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -146,7 +147,7 @@ class Attribution:
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`, one row per query and one column per training point."""
         try:
-            import pandas as pd  # an option of the user's: nothing here depends on it
+            pd: Any = import_module("pandas")  # the user's own: nothing here depends on it
         except ImportError as error:
             raise ImportError("to_pandas: pandas is not installed; pip install pandas.") from error
         frame = pd.DataFrame(np.asarray(self.values))

@@ -17,7 +17,7 @@ HELPFUL, HARMFUL = "#1b6ca8", "#b3401f"
 
 def as_picture(features: np.ndarray) -> np.ndarray | None:
     """One point's features as a picture, grey or colour, or `None` where they are not one."""
-    array = np.asarray(features)
+    array: Any = np.asarray(features)
     if array.ndim == 1:
         side = math.isqrt(array.size)
         if side < 4 or side * side != array.size:
@@ -71,7 +71,9 @@ def plot_strip(result: Attribution, query: int = 0, k: int = 8, *, names: Any = 
     k = min(k, result.num_points)
     top = result.top(k)
     figure = MakeFigure(figsize=(1.3 * (k + 2), 3.6), layout="constrained")
-    pictures = result.x is not None and as_picture(result.x[0]) is not None
+    pictures = _pictures(
+        result, np.concatenate([top.helpful.indices[query], top.harmful.indices[query]])
+    )
     grid = figure.add_gridspec(2, k + 2)
     _query_panel(figure.add_subplot(grid[:, :2]), result, query, names)
     for row, (kind, colour) in enumerate((("helpful", HELPFUL), ("harmful", HARMFUL))):
@@ -80,7 +82,7 @@ def plot_strip(result: Attribution, query: int = 0, k: int = 8, *, names: Any = 
         if pictures:
             for column, (i, value) in enumerate(points):
                 axis = figure.add_subplot(grid[row, column + 2])
-                axis.imshow(as_picture(result.x[i]), cmap="gray_r")
+                axis.imshow(pictures[int(i)], cmap="gray_r")
                 axis.set_title(
                     f"{_name(result.y, int(i), names)}  {value:+.2g}", color=colour, fontsize=9
                 )
@@ -92,6 +94,13 @@ def plot_strip(result: Attribution, query: int = 0, k: int = 8, *, names: Any = 
             axis = figure.add_subplot(grid[row, 2:])
             _table(axis, kind, colour, points, result, names)
     return figure
+
+
+def _pictures(result: Attribution, points: np.ndarray) -> dict[int, Any]:
+    """Pictures of these points, none where features are not pictures."""
+    if result.x is None or as_picture(result.x[0]) is None:
+        return {}
+    return {int(i): as_picture(result.x[i]) for i in points}
 
 
 def _query_panel(axis: Any, result: Attribution, query: int, names: Any) -> None:

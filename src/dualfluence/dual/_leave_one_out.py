@@ -36,7 +36,7 @@ MAX_FACTORS = 8
 FACTOR_SHARE = 0.75
 """Share of the memory that `K`, `B`, its factor and the factor's inverse may take together."""
 
-DIRECT_PRECONDITIONER = 4096
+DIRECT_PRECONDITIONER = 8192
 """Size up to which batches of CG are preconditioned by a factor of the fit's own system."""
 
 
@@ -163,7 +163,8 @@ class KroneckerDiagonalForm(AbstractLeaveOneOut):
                 each.append(
                     _dense_steps(S, 1, column, inverses[b], where, ridges, self.first_order)
                 )
-            return Steps(*(jnp.concatenate(parts, axis=1) for parts in zip(*each, strict=True)))
+            deltas, owns = zip(*each, strict=True)
+            return Steps(jnp.concatenate(deltas, axis=1), jnp.concatenate(owns, axis=1))
 
         return steps
 

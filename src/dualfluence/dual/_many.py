@@ -162,7 +162,7 @@ def _iterate(
     rtol: float,
     progress: bool | ProgressFn,
 ) -> Many:
-    op, problem, _, diagonal = args
+    op, problem, pre, diagonal = args
     dtype = weights.dtype
     report = _inspect(op, problem, diagonal, weights, state)
     first = np.maximum(np.asarray(report.gradient), 1e-300)
@@ -175,7 +175,7 @@ def _iterate(
                 break
             loose = LOOSEST * float(np.min(np.where(done, 1, last / first)))
             inner = jnp.asarray(max(rtol, min(LOOSEST, loose)), dtype)
-            moved, report = _step(*args, weights, state, inner, True)
+            moved, report = _step(op, problem, pre, diagonal, weights, state, inner, True)
             gradient = np.asarray(report.gradient)
             # Columns that are done keep their state: a step at the floor only adds rounding.
             keep = jnp.asarray(done)

@@ -39,10 +39,17 @@ class Quantity(eqx.Module):
 
 
 def as_quantity(
-    of: Any, loss: AbstractLoss, targets: Any, num_queries: int, num_outputs: int, dtype: Any
+    of: str | Callable[[Array, Array], Array],
+    loss: AbstractLoss,
+    targets: Any,
+    num_queries: int,
+    num_outputs: int,
+    dtype: Any,
 ) -> Quantity:
     """The measured quantity for these queries, checked."""
-    if callable(of):
+    if not isinstance(of, str):
+        if not callable(of):
+            raise TypeError(f"attribute: of must be a name or a function, got {type(of).__name__}.")
         rows = jnp.zeros((num_queries, 0), dtype) if targets is None else jnp.asarray(targets)
         check_rows("attribute: targets", rows, num_queries, "query")
         return Quantity(of, getattr(of, "__name__", "function"), 1, rows)
