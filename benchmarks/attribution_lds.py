@@ -26,9 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import dualfluence as dfl
-from dualfluence.attribution import Trajectory, evaluate, gradient_dot, trak
+from dualfluence.attribution import Trajectory, evaluate, gradient_dot
 from dualfluence.attribution._pieces import Pieces
-from dualfluence.attribution._rivals import DAMPINGS
+from dualfluence.attribution._rivals import DAMPINGS, trak_terms
 from dualfluence.attribution._trajectory import _check_data, _normalised
 
 RECIPES = {
@@ -275,11 +275,16 @@ class Bench:
         indices = jnp.asarray(np.stack([np.flatnonzero(row) for row in halves]))
         keys = jax.random.split(jax.random.key(TRAK_SEED), len(halves))
         stacked = jax.jit(jax.vmap(make_train(self.recipe, self.x, self.y)))(keys, indices)
-        for count in self.scale["trak"]:
-            models = [pick(stacked, i) for i in range(count)]
-            found = [trak(apply, models, *data, damping=d) for d in DAMPINGS]
-            best = max(found, key=lambda s: self.lds(s, truth).value)
-            rows[f"TRAK, exact kernel, best of {len(DAMPINGS)} dampings ({count} halves)"] = best
+        totals, missing = [0.0] * len(DAMPINGS), 0.0
+        for i in range(max(self.scale["trak"])):
+            solved, short = trak_terms(apply, pick(stacked, i), *data)
+            totals, missing = [t + s for t, s in zip(totals, solved, strict=True)], missing + short
+            if i + 1 in self.scale["trak"]:
+                found = [t * missing for t in totals]
+                best = max(found, key=lambda s: self.lds(s, truth).value)
+                rows[f"TRAK, exact kernel, best of {len(DAMPINGS)} dampings ({i + 1} halves)"] = (
+                    best
+                )
         return rows
 
     def run(self, leverages, explore):

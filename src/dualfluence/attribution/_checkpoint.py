@@ -27,7 +27,7 @@ from ..models._sources import NetworkSource
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
-BLOCK_SHARE = 0.02
+BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
 
 FULL_SHARE = 0.6

@@ -62,18 +62,31 @@ def trak(
     - `models`: parameters, of models trained on random halves in the original.
     - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`.
     """
-    features, queries = jnp.asarray(x), jnp.asarray(xq)
-    labels, labels_q = jnp.asarray(y), jnp.asarray(yq)
-    total: Any = 0.0
-    missing: Any = 0.0
+    total = missing = 0.0
     for params in models:
-        u, short = _margin_direction(apply_fn(params, features), labels)
-        u_q, _ = _margin_direction(apply_fn(params, queries), labels_q)
-        K = _folded_kernel(apply_fn, params, (features, u), None)[:, 0, :, 0]
-        K_q = _folded_kernel(apply_fn, params, (queries, u_q), (features, u))[:, 0, :, 0]
-        total = total + _ridge_solve(K, K_q, jnp.asarray(damping, K.dtype))
-        missing = missing + short
-    return np.asarray(total * missing[None, :]) / len(models) ** 2
+        (solved,), short = trak_terms(apply_fn, params, x, y, xq, yq, dampings=(damping,))
+        total, missing = total + solved, missing + short
+    return total * missing / len(models) ** 2
+
+
+def trak_terms(
+    apply_fn: Any,
+    params: PyTree,
+    x: Any,
+    y: Any,
+    xq: Any,
+    yq: Any,
+    *,
+    dampings: Sequence[float] = DAMPINGS,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """One model's `φ_qΦᵀ(ΦΦᵀ + ρI)⁻¹` for each damping, `(q, n)`, and its `1 − p_i`, `(n,)`."""
+    features, queries = jnp.asarray(x), jnp.asarray(xq)
+    u, short = _margin_direction(apply_fn(params, features), jnp.asarray(y))
+    u_q, _ = _margin_direction(apply_fn(params, queries), jnp.asarray(yq))
+    K = _folded_kernel(apply_fn, params, (features, u), None)[:, 0, :, 0]
+    K_q = _folded_kernel(apply_fn, params, (queries, u_q), (features, u))[:, 0, :, 0]
+    solved = [np.asarray(_ridge_solve(K, K_q, jnp.asarray(d, K.dtype))) for d in dampings]
+    return solved, np.asarray(short)
 
 
 def _folded_kernel(apply_fn: Any, params: PyTree, a: Any, b: Any) -> Array:

@@ -45,12 +45,12 @@ def attribute(
     progress: bool | ProgressFn = True,
 ) -> Attribution:
     """See `Fitted.attribute`."""
-    start = time.perf_counter()
+    start, fitted = time.perf_counter(), fitted.without_spare_rows()
     _check_options(first_order, refine, block_size)
     xq = check_queries(xq, fitted.x)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     outputs = fitted.predict(xq)
-    form = leave_one_out(fitted, first_order=first_order, until=refine)
+    form = leave_one_out(fitted, first_order=first_order, until=fitted._remaining(refine))
     points = np.flatnonzero(fitted.data.sample_weights > 0)
     if points.size < 2:
         raise ValueError("attribute: only one point has a weight; nothing is left without it.")
@@ -68,7 +68,7 @@ def attribute(
                 own[block] = train(steps, block, first_order)
                 without[block] += np.asarray(steps.own)[: block.size]
                 if steps.distance_bound is not None:
-                    bounds[block] = steps.distance_bound[: block.size]
+                    bounds[block] = steps.distance_bound[: block.size] + _gap(fitted)
                 ticker.tick(block.size)
         check_finite("attribute", own, hint=OVERFLOW)
     stats = {
@@ -105,6 +105,7 @@ def attribute_groups(
 ) -> GroupAttribution:
     """See `Fitted.attribute_groups`."""
     _check_options(False, refine, None)
+    fitted = fitted.without_spare_rows()
     names, members = _checked_groups(groups, fitted)
     xq = check_queries(xq, fitted.x)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
@@ -152,14 +153,22 @@ def _leave_sets_out(
     bounds = np.zeros(len(sets))
     with Ticker(len(sets), "groups left out", progress) as ticker:
         for block in _blocks(np.arange(len(sets)), columns_at_once(fitted)):
-            many = reweighted(fitted, weights[:, block], until=refine)
+            many = reweighted(fitted, weights[:, block], until=fitted._remaining(refine))
             delta = many.alpha - fitted.state.alpha[:, :, None]
             reading = _low_rank_reading(fitted, delta)
             for where, change in read(Steps(reading, reading)):
                 changes[where, block] = change
-            bounds[block] = many.distance_bound
+            bounds[block] = many.distance_bound + _gap(fitted)
             ticker.tick(block.size)
     return changes, bounds
+
+
+def _gap(fitted: Fitted) -> float:
+    """What no edit removes: the trained parameters' distance to `θ₀ + Jᵀα`, or no bound at all."""
+    reference = fitted.reference
+    if reference is None:
+        return 0.0
+    return reference.gap if reference.certified else np.inf
 
 
 def _low_rank_reading(fitted: Fitted, delta: Float[Array, "n c k"]) -> Array:

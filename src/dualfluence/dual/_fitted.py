@@ -389,8 +389,8 @@ class Fitted(DualModel):
         - `xq`, `yq`: queries and their targets.
         - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
           log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
-        - `first_order`: the cheaper infinitesimal effect (DESIGN, section 8): no leverage, no
-          renormalised mean, the quantity linear in the outputs.
+        - `first_order`: the cheaper infinitesimal effect: no leverage, no renormalised mean, the
+          quantity linear in the outputs.
         - `refine`: go on until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
         - `block_size`: queries and left-out points at a time; by default what memory allows.

@@ -252,7 +252,7 @@ def _step(
         rho = here.residual(at)
         delta, k_delta, solved = _solve(op, here, at, -rho, preconditioner, rtol)
         t = _line_search(here, at, rho, delta, k_delta) if damped else jnp.ones((), w.dtype)
-        new = at.moved(t * delta, t * k_delta)
+        new = State(alpha + t * delta, k_alpha + t * k_delta)
         rho = here.residual(new)
         norms = measure_norms(here, new, rho, op.mv(rho), diagonal)
         report = _Report(norms.gradient, norms.rounding, norms.parameters, t, solved)
@@ -297,7 +297,7 @@ def _line_search(problem: Problem, state: State, rho: Array, delta: Array, k_del
 
     def too_high(carry: tuple[Array, Array]) -> Array:
         t, halvings = carry
-        value = problem.value(state.moved(t * delta, t * k_delta))
+        value = problem.value(State(state.alpha + t * delta, state.k_alpha + t * k_delta))
         return ~(value <= start + ARMIJO * t * slope + slack) & (halvings < MAX_HALVINGS)
 
     def halve(carry: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -105,6 +105,7 @@ class RidgePath:
 
 def ridge_path(fitted: Fitted, grid: Any = None) -> RidgePath:
     """See `Fitted.ridge_path`."""
+    fitted = fitted.without_spare_rows()
     ridges = _grid(fitted, grid)
     parts = _spectra(fitted)
     data = fitted.data

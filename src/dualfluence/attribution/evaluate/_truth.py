@@ -76,6 +76,7 @@ def retrain_linearised(
     - `relative`: tolerance on the certified distance over `‖θ − θ₀‖`; missing it is an error.
     - `folder`: keeps finished slices; a killed run goes on with the same result.
     """
+    fitted = fitted.without_spare_rows()
     kept = _check_masks("retrain_linearised", masks, fitted.data.num_points)
     xq = check_queries(xq, fitted.x)
     c, dtype = fitted.num_outputs, fitted.offset.dtype
