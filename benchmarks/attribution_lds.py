@@ -39,7 +39,30 @@ RECIPES = {
         "momentum": 0.9,
         "batch": 64,
         "epochs": 50,
-        "saved": (1, 2, 3, 4, 5, 6, 8, 11, 14, 19, 25, 35, 50),
+        "saved": (
+            0.5,
+            1,
+            1.5,
+            2,
+            2.5,
+            3,
+            3.5,
+            4,
+            4.5,
+            5,
+            5.5,
+            6,
+            7,
+            8,
+            9.5,
+            11,
+            12.5,
+            14,
+            19,
+            25,
+            35,
+            50,
+        ),
     },
     "logistic": {
         "widths": (784, 10),
@@ -48,19 +71,23 @@ RECIPES = {
         "momentum": 0.0,
         "batch": 32,
         "epochs": 20,
-        "saved": (1, 2, 3, 4, 5, 6, 8, 11, 14, 20),
+        "saved": (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8, 9.5, 11, 12.5, 14, 20),
     },
 }
 FULL = {"points": 5000, "queries": 500, "subsets": 100, "seeds": 10, "runs": 5, "trak": (1, 10, 50)}
-SMOKE = {"points": 240, "queries": 40, "subsets": 24, "seeds": 4, "runs": 2, "trak": (1, 3)}
+SMOKE = {"points": 120, "queries": 20, "subsets": 12, "seeds": 2, "runs": 2, "trak": (1, 2)}
 SUBSET_SEED, RUN_SEED, TRAK_SEED = 0, 1000, 2000
 
 EPOCHS = {
-    "design": (1, 2, 3, 5, 8, 14, 25, 50),
-    "early": (1, 2, 3, 4, 5, 6, 8, 11, 14),
-    "all": (1, 2, 3, 4, 5, 6, 8, 11, 14, 19, 20, 25, 35, 50),
+    "first quarter, halves": lambda e, total: e <= total / 4,
+    "first quarter, whole": lambda e, total: e <= total / 4 and e % 1 == 0,
+    "first half, halves": lambda e, total: e <= total / 2,
+    "sketch": lambda e, total: e in (1, 2, 3, 5, 8, 14, 25, total),
+    "all": lambda e, total: True,
 }
-KAPPAS = {"1": (1.0,), "3": (3.0,), "10": (10.0,), "1+3+10": (1.0, 3.0, 10.0)}
+KAPPAS = {"1.5": (1.5,), "3": (3.0,), "10": (10.0,)}
+DEFAULT = ("first quarter, halves", "3", False)
+"""Checkpoints while the loss still falls fast; κ by the reasoning in the library."""
 
 
 def apply(params, x):
@@ -96,7 +123,7 @@ def dropped(params, x, key, share):
 
 
 def make_epoch(recipe, x, y):
-    """`(params, velocity), key, indices -> (params, velocity)` after one pass in random order."""
+    """`(params, velocity), key, indices` to the same after one pass in random order, and halfway."""
     size, share = recipe["batch"], recipe["dropout"]
 
     def loss(params, rows, weights, key):
@@ -126,7 +153,9 @@ def make_epoch(recipe, x, y):
                 velocity,
             ), None
 
-        return jax.lax.scan(step, state, packed)[0]
+        half = batches // 2
+        middle, _ = jax.lax.scan(step, state, jax.tree.map(lambda a: a[:half], packed))
+        return jax.lax.scan(step, middle, jax.tree.map(lambda a: a[half:], packed))[0], middle
 
     return epoch
 
@@ -140,7 +169,7 @@ def make_train(recipe, x, y):
         params = init(start, recipe["widths"])
         state = (params, jax.tree.map(jnp.zeros_like, params))
         keys = jax.random.split(rest, recipe["epochs"])
-        return jax.lax.scan(lambda s, k: (epoch(s, k, indices), None), state, keys)[0][0]
+        return jax.lax.scan(lambda s, k: (epoch(s, k, indices)[0], None), state, keys)[0][0]
 
     return train
 
@@ -157,9 +186,10 @@ def train_runs(recipe, x, y, seeds):
     advance = jax.jit(jax.vmap(lambda s, k: epoch(s, k, indices)))
     saved = {}
     for e in range(recipe["epochs"]):
-        state = advance(state, order[:, e])
-        if e + 1 in recipe["saved"]:
-            saved[e + 1] = jax.tree.map(np.asarray, state[0])
+        state, middle = advance(state, order[:, e])
+        for when, (params, _) in ((e + 0.5, middle), (e + 1, state)):
+            if when in recipe["saved"]:
+                saved[when] = jax.tree.map(np.asarray, params)
     return saved
 
 
@@ -209,7 +239,7 @@ class Bench:
         return Trajectory(
             apply,
             [pick(saved[e], run) for e in epochs],
-            steps=[e * per_epoch for e in epochs],
+            steps=[int(e) * per_epoch + (per_epoch // 2 if e % 1 else 0) for e in epochs],
             learning_rate=self.recipe["rate"],
             momentum=self.recipe["momentum"],
             kappa=kappa,
@@ -225,11 +255,12 @@ class Bench:
             checked = _check_data(only, *data, loss, "loss")
             return _normalised(only, 0, checked, loss, "outputs", leverage, 0)
 
-        name = f"run-{run}-epoch-{epoch:02d}-kappa-{kappa:g}{'-leverage' if leverage else ''}"
+        name = f"run-{run}-epoch-{epoch:04.1f}-kappa-{kappa:g}{'-leverage' if leverage else ''}"
         return Pieces(self.work / "scores", f"{self.name} {self.scale}").get(name, compute)
 
     def total(self, saved, runs, epochs, kappas, leverage):
-        chosen = [e for e in self.recipe["saved"] if e in EPOCHS[epochs]]
+        total = self.recipe["epochs"]
+        chosen = [e for e in self.recipe["saved"] if EPOCHS[epochs](e, total)]
         parts = itertools.product(runs, chosen, KAPPAS[kappas])
         return sum(
             self.piece(saved, run, e, kappa, leverage).astype(np.float64) for run, e, kappa in parts
@@ -269,7 +300,7 @@ class Bench:
         last = pick(saved[self.recipe["epochs"]], 0)
         data = (self.x, self.y, self.xq, self.yq)
         rows = {"gradient dot product, last checkpoint (1 run)": gradient_dot(apply, last, *data)}
-        e = self.recipe["epochs"]
+        e = self.recipe["saved"][-1]
         rows["influence, last checkpoint (1 run)"] = self.piece(saved, 0, e, 3.0, False)
         halves = evaluate.random_masks(self.x.shape[0], max(self.scale["trak"]), seed=TRAK_SEED)
         indices = jnp.asarray(np.stack([np.flatnonzero(row) for row in halves]))
@@ -287,11 +318,20 @@ class Bench:
                 )
         return rows
 
-    def run(self, leverages, explore):
+    def ours(self, label, setting, saved, truth, table):
+        epochs, kappas, leverage = setting
+        for runs in (1, self.scale["runs"]):
+            name = f"ours, {label} ({runs} run{'s' if runs > 1 else ''})"
+            total = partial(self.total, saved, range(runs), epochs, kappas, leverage)
+            table[name] = self.record(self.timed(name, total), truth)
+
+    def run(self, leverages, explore, save):
+        """The whole table; `save(result)` after each part, the longest last."""
         truth = self.timed("truth", self.truth)
         seeds = [RUN_SEED + r for r in range(self.scale["runs"])]
         saved = self.timed("runs", partial(train_runs, self.recipe, self.x, self.y, seeds))
         ceiling = evaluate.noise_ceiling(truth.repeats)
+        table = {}
         result = {
             "recipe": dict(self.recipe),
             "scale": self.scale,
@@ -300,27 +340,24 @@ class Bench:
                 "interval": list(ceiling.interval),
                 "notes": ceiling.notes,
             },
-            "table": {},
+            "default": DEFAULT,
+            "table": table,
+            "seconds": self.seconds,
         }
+        self.ours("default constants", DEFAULT, saved, truth, table)
+        save(result)
+        for name, scores in self.timed("rivals", partial(self.rivals, saved, truth)).items():
+            table[name] = self.record(scores, truth)
+        save(result)
         if explore:
             found = self.timed("choosing constants", partial(self.explore, saved, truth, leverages))
             best = max(found, key=lambda k: found[k][1])
             result["choosing"] = {k: v for k, (_, v) in found.items()}
             result["chosen"] = best
-            setting = found[best][0]
-        else:
-            setting = ("design", "3", False)
-        settings = {"default": ("design", "3", False), "chosen": setting}
-        for label, (epochs, kappas, leverage) in settings.items():
-            for runs in (1, self.scale["runs"]):
-                name = f"ours, {label} constants ({runs} run{'s' if runs > 1 else ''})"
-                scores = self.timed(
-                    name, partial(self.total, saved, range(runs), epochs, kappas, leverage)
-                )
-                result["table"][name] = self.record(scores, truth)
-        for name, scores in self.timed("rivals", partial(self.rivals, saved, truth)).items():
-            result["table"][name] = self.record(scores, truth)
-        result["seconds"] = self.seconds
+            save(result)
+            if found[best][0] != DEFAULT:
+                self.ours("constants chosen on the other half", found[best][0], saved, truth, table)
+        save(result)
         return result
 
 
@@ -331,7 +368,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("attribution-lds.json"))
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--no-explore", action="store_true", help="default constants only")
-    parser.add_argument("--no-leverage", action="store_true", help="half the time of choosing")
+    parser.add_argument("--leverage", action="store_true", help="compare closed-form leverage too")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     data = dfl.datasets.load("mnist-small" if args.smoke else "mnist", data_dir=args.data_dir)
@@ -344,19 +381,22 @@ def main():
         "data": data.origin,
         "recipes": {},
     }
-    leverages = (False,) if args.no_leverage else (False, True)
+    leverages = (False, True) if args.leverage else (False,)
     for name in args.recipes:
+
+        def save(result, name=name):
+            record["recipes"][name] = result
+            args.out.write_text(json.dumps(record, indent=1))
+
         with jax.default_matmul_precision("highest"):
-            bench = Bench(name, scale, data, args.work)
-            record["recipes"][name] = bench.run(leverages, not args.no_explore)
-        args.out.write_text(json.dumps(record, indent=1))
-        for row, parts in record["recipes"][name]["table"].items():
+            result = Bench(name, scale, data, args.work).run(leverages, not args.no_explore, save)
+        for row, parts in result["table"].items():
             low, high = parts["report"]["interval"]
             print(
-                f"{name:9s} {row:60s} report {parts['report']['lds']:.3f} [{low:.3f}, {high:.3f}]  "
+                f"{name:9s} {row:62s} report {parts['report']['lds']:.3f} [{low:.3f}, {high:.3f}]  "
                 f"all {parts['all']['lds']:.3f}"
             )
-        print(f"{name:9s} noise ceiling {record['recipes'][name]['ceiling']['value']:.3f}")
+        print(f"{name:9s} noise ceiling {result['ceiling']['value']:.3f}")
 
 
 if __name__ == "__main__":
