@@ -3,6 +3,7 @@
 In flow order: linearise a model, fit it, edit its training set, read out what changed.
 """
 
+from . import attribution as attribution
 from . import datasets as datasets
 from . import infinite as infinite
 from . import kernels as kernels

@@ -39,6 +39,7 @@ from ..solvers import (
     SpectralPreconditioner,
     resolve,
 )
+from ._attribution import Attribution, GroupAttribution
 from ._drift import check_drift, distance_limit, exceeds, follow, told
 from ._fidelity import Fidelity
 from ._file import write_record
@@ -91,6 +92,7 @@ class Fitted(DualModel):
     certificate: Certificate
     stats: Stats
     fidelity: Fidelity | None = None
+    epsilon: float | None = None
 
     def __repr__(self) -> str:
         return show_fitted(self)
@@ -122,6 +124,7 @@ class Fitted(DualModel):
             preconditioner=preconditioner,
             certificate=NO_CERTIFICATE,
             stats=NO_STATS,
+            epsilon=source.narrow_eps,
         )
 
     @property
@@ -140,7 +143,8 @@ class Fitted(DualModel):
 
     def problem(self, data: TrainingSet | None = None) -> Problem:
         """The objective on this training set, or on an edited one with the same rows."""
-        return make_problem(data or self.data, self.loss, self.ridge, self.offset, self.layout)
+        data = data or self.data
+        return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
 
     def edit(
         self,
@@ -462,6 +466,64 @@ class Fitted(DualModel):
             },
             include_kernel=include_kernel,
         )
+
+    def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:
+        r"""What each query would change by if each training point were left out.
+
+        For every point `i` one Newton step on the set without it, in closed form from one
+        factorisation: exact for squared error, else the influence function. Values are
+        differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
+
+        **Arguments:**
+
+        - `xq`, `yq`: queries and their targets.
+        - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
+          log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
+        - `first_order`: the cheaper infinitesimal effect: no leverage, no renormalised mean, the
+          quantity linear in the outputs.
+        - `refine`: go on until the certified distance to exact retraining without the point is at
+          most this; the bounds are in the result.
+        - `block_size`: queries and left-out points at a time; by default what memory allows.
+        - `out`: a `.npy` file for the values, so that they need never be in memory.
+
+        **Returns:** `Attribution`, axes query by training point.
+        """
+        from ._attribute import attribute  # it sits on top of this class
+
+        return attribute(self, xq, yq, **options)
+
+    def attribute_groups(
+        self, groups: Any, xq: Any, yq: Any = None, **options: Any
+    ) -> GroupAttribution:
+        """What each query would change by if whole groups (a class, a source) were left out.
+
+        **Arguments:**
+
+        - `groups`: positions per group, as a dictionary by name or a list.
+        - `of`, `refine`: as in `attribute`.
+        - `interactions`: also the effect of every two groups together less that of each.
+
+        **Returns:** `GroupAttribution`, with the sum of single effects beside each group's own.
+        """
+        from ._attribute import attribute_groups
+
+        return attribute_groups(self, groups, xq, yq, **options)
+
+    def ridge_path(self, grid: Any = None) -> Any:
+        """Leave-one-out and generalised cross-validation over a grid of ridges.
+
+        From one eigendecomposition of `RᵀKR`. Exact for squared error; for other losses one
+        Newton step from this fit, good near its own ridge.
+
+        **Arguments:**
+
+        - `grid`: ridges; by default from 1e-7 to 10 times the mean diagonal of `K`.
+
+        **Returns:** `RidgePath`, with `best`, `reason` and `plot()`.
+        """
+        from ._ridge_path import ridge_path
+
+        return ridge_path(self, grid)
 
 
 @dataclass(frozen=True, eq=False)

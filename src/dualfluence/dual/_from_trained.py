@@ -112,7 +112,7 @@ def from_trained(
     gap = jax.tree.map(jnp.subtract, trained.change, source.pull_back(data.x, alpha))
     fidelity = measure(trained, model if linearised else at_theta, g, gap, ridge)
     diagonal = op_diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset, op.layout)
+    problem = make_problem(data, loss, float(ridge), offset, op.layout, source.narrow_eps)
     point = inspect_jit(op, problem, state, diagonal)
     certificate = point.norms.certificate(float(ridge))
     left = tree_norm(gap) + _gap_rounding(problem, state, diagonal, trained.size)
@@ -155,6 +155,7 @@ def from_trained(
         certificate=replace(certificate, gap=reference.gap, certified=certified),
         stats=stats,
         fidelity=fidelity,
+        epsilon=source.narrow_eps,
     )
 
 

@@ -128,6 +128,7 @@ def load(
         certificate=content.certificate,
         stats=content.stats,
         fidelity=content.fidelity,
+        epsilon=source.narrow_eps,
     )
     _check_outputs(fitted, _slack(content, OUTPUT_SLACK))
     return fitted

@@ -42,9 +42,12 @@ class AbstractSource(eqx.Module):
         return None
 
     @property
-    def arithmetic_eps(self) -> float:
-        """Rounding unit of the network's narrowest step; 0 for a kernel that is given as it is."""
-        return 0.0 if self.network is None else self.network.arithmetic_eps
+    def narrow_eps(self) -> float | None:
+        """Rounding unit of a network that computes more coarsely than its dtype says, else `None`."""
+        if self.network is None:
+            return None
+        eps = self.network.arithmetic_eps
+        return eps if eps > float(jnp.finfo(self.network.dtype).eps) else None
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -1,0 +1,13 @@
+"""Which training points made a prediction: exact models, real networks, and how to check scores."""
+
+from ..dual._attribution import Attribution as Attribution
+from ..dual._attribution import GroupAttribution as GroupAttribution
+from ..dual._attribution import Ranked as Ranked
+from ..dual._attribution import Top as Top
+from ..dual._ridge_path import RidgePath as RidgePath
+from . import evaluate as evaluate
+from ._rivals import gradient_dot as gradient_dot
+from ._rivals import trak as trak
+from ._trajectory import KAPPA as KAPPA
+from ._trajectory import Trajectory as Trajectory
+from ._trajectory import attribute_runs as attribute_runs

@@ -1,0 +1,298 @@
+r"""Scores of every training point for every query at one checkpoint of a network.
+
+$$S_{qi} = \tfrac{1}{\lambda}[v_q^\top K_{qi}\,g_i - (R^\top K_{nq}v_q)^\top B^{-1}(R^\top K_{ni}\,g_i)],
+  \qquad B = \lambda I + R^\top KR ,$$
+
+the first-order effect of leaving `i` out, with `g_i` the gradient of the mean loss. `K` is folded
+into `RᵀKR` one block of rows after the other and is never held.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._support.compile import filter_jit, jit
+from .._support.memory import memory_budget, total_memory
+from ..dual._inverse import invert_lower
+from ..dual._quantity import Quantity
+from ..kernels import empirical_kernel
+from ..kernels._linearized import Linearized
+from ..losses import AbstractFactor, AbstractLoss, SoftmaxFactor
+from ..models._low_rank import RandomFeatureSource
+from ..models._sources import NetworkSource
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+BLOCK_SHARE = 0.1
+"""Share of the kernel's memory budget for one block of rows of `K`."""
+
+FULL_SHARE = 0.6
+"""Share of the memory that `RᵀKR` and its factor may take; beyond, `auto` goes to margins."""
+
+PROJECTED_RANK = 2048
+"""Random directions of `method="projected"`; twice as many halve the variance of its entries."""
+
+LOSSES_OF_METHODS = {
+    "outputs": (),
+    "margin": (
+        "margins instead of outputs: the curvature between other classes is left out, the system is "
+        "n by n instead of n·c by n·c",
+    ),
+    "projected": (
+        "gradients projected on random directions: entries of K are off by about 1/√rank of their size",
+    ),
+}
+"""What each method leaves out, in words."""
+
+
+class Local(eqx.Module):
+    """Loss terms at a checkpoint: queries' gradients `v`, and `g`, `R` of the training points."""
+
+    v: Float[Array, "q c"]
+    g: Float[Array, "n c"]
+    roots: Float[Array, "n c r"]
+
+
+def choose_method(n: int, c: int, dtype: Any) -> str:
+    """All outputs where `RᵀKR` and its factor fit in memory, else margins."""
+    needed = 2 * (n * c) ** 2 * jnp.dtype(dtype).itemsize
+    return "outputs" if needed <= FULL_SHARE * total_memory() else "margin"
+
+
+def checkpoint_scores(
+    model: Linearized,
+    x: Array,
+    targets: Array,
+    xq: Array,
+    quantity: Quantity,
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    method: str,
+    leverage: bool,
+    rank: int = PROJECTED_RANK,
+) -> Float[Array, "q n"]:
+    """`S` at the parameters of `model`, by all outputs, margins, or projected gradients."""
+    local = local_terms(model, x, targets, xq, quantity, loss)
+    lam = jnp.asarray(ridge, local.g.dtype)
+    if method == "projected":
+        source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), rank)
+        return _projected(source.features(x), source.features(xq), local, lam, leverage)
+    if method == "margin":
+        local = as_margins(local)
+        blocks, cross = _margin_blocks(model, x, xq, local)
+        local = Local(local.v[:, :1] * 0 + 1, local.g[:, :1] * 0 + 1, _margin_roots(local))
+        # The directions of v and g are in the kernel already; only their sizes are left.
+        return _solve(blocks, cross, local, lam, leverage)
+    return _solve(_row_blocks(model, x), _query_block(model, xq, x), local, lam, leverage)
+
+
+@filter_jit
+def local_terms(
+    model: Linearized,
+    x: Array,
+    targets: Array,
+    xq: Array,
+    quantity: Quantity,
+    loss: AbstractLoss,
+) -> Local:
+    """Gradients and curvature of the mean loss, and of the measured quantity, at a checkpoint."""
+    f, f_q = model.base_outputs(x), model.base_outputs(xq)
+    weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
+    g = weights[:, None] * loss.grad(f, targets)
+    return Local(
+        quantity.grad(f_q, quantity.targets), g, _roots(loss.hess_factor(f, targets, weights), f)
+    )
+
+
+def _roots(factor: AbstractFactor, f: Float[Array, "n c"]) -> Float[Array, "n c r"]:
+    """`R` as blocks. That of softmax has rank `c − 1`: a rotation drops its empty column."""
+    n, c = f.shape
+    eye = jnp.broadcast_to(jnp.eye(c, dtype=f.dtype), (n, c, c))
+    blocks = factor.mv(eye)
+    if not isinstance(factor, SoftmaxFactor) or c == 1:
+        return blocks
+    # Householder: H maps √p, the null direction of R, to the last axis; R H then ends in zeros.
+    last = jnp.zeros(c, f.dtype).at[-1].set(1)
+    u = factor.root_probs + last[None, :]
+    u = u / jnp.linalg.norm(u, axis=1, keepdims=True)
+    turned = (
+        blocks - 2 * jnp.einsum("nab,nb->na", blocks, u, precision=HIGHEST)[:, :, None] * u[:, None]
+    )
+    return turned[:, :, :-1]
+
+
+def as_margins(local: Local) -> Local:
+    """`g` and `R` along each point's own gradient direction, `v` as it is."""
+    size = jnp.linalg.norm(local.g, axis=1, keepdims=True)
+    direction = local.g / jnp.maximum(size, jnp.finfo(size.dtype).tiny)
+    along = jnp.einsum("nc,ncr->nr", direction, local.roots, precision=HIGHEST)
+    curvature = jnp.linalg.norm(along, axis=1)
+    return Local(local.v, local.g, (direction * curvature[:, None])[:, :, None])
+
+
+class _Folded(eqx.Module):
+    """A network seen along one direction of outputs per point: `(x, u) ↦ u·f(x)`."""
+
+    apply_fn: Any = eqx.field(static=True)
+
+    def __call__(self, params: PyTree, inputs: tuple[Array, Array]) -> Float[Array, "n 1"]:
+        x, u = inputs
+        return jnp.sum(self.apply_fn(params, x) * u, axis=1, keepdims=True)
+
+
+def _margin_roots(local: Local) -> Float[Array, "n 1 1"]:
+    """`R` in units of `g`: the folded network has outputs along `g` itself."""
+    size = jnp.linalg.norm(local.g, axis=1)
+    root = jnp.linalg.norm(local.roots[:, :, 0], axis=1)
+    return (root / jnp.maximum(size, jnp.finfo(size.dtype).tiny))[:, None, None]
+
+
+def _margin_blocks(
+    model: Linearized, x: Array, xq: Array, local: Local
+) -> tuple[Iterator[tuple[int, Array]], Array]:
+    mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
+    folded = _Folded(model.apply_fn)
+
+    def block(a: Any, b: Any) -> Array:
+        with jax.default_matmul_precision("highest"):
+            return empirical_kernel(
+                folded, model.params, a, b, trainable=mask, progress=False
+            ).value
+
+    rows = _rows_at_once(x.shape[0], 1, local.g.dtype)
+    blocks = (
+        (i, block((x[i : i + rows], local.g[i : i + rows]), (x, local.g)))
+        for i in range(0, x.shape[0], rows)
+    )
+    return blocks, block((xq, local.v), (x, local.g))
+
+
+def _row_blocks(model: Linearized, x: Array) -> Iterator[tuple[int, Array]]:
+    n, c = model.apply_shape(x)
+    rows = _rows_at_once(n, c, model.dtype)
+    for i in range(0, n, rows):
+        # The last block starts early instead of being short: one shape, one compilation.
+        start = min(i, n - rows)
+        yield start, model.kernel(x[start : start + rows], x, progress=False)
+
+
+def _query_block(model: Linearized, xq: Array, x: Array) -> Array:
+    return model.kernel(xq, x, progress=False)
+
+
+def _rows_at_once(n: int, c: int, dtype: Any) -> int:
+    each = 3 * n * c * c * jnp.dtype(dtype).itemsize
+    return int(min(n, max(1, BLOCK_SHARE * memory_budget() // each)))
+
+
+def _solve(
+    blocks: Iterator[tuple[int, Array]], cross: Array, local: Local, ridge: Array, leverage: bool
+) -> Float[Array, "q n"]:
+    n, _, r = local.roots.shape
+    B = jnp.zeros((n * r, n * r), local.g.dtype)
+    T = jnp.zeros((n * r, n), local.g.dtype)
+    for start, block in blocks:
+        B, T = _fold_rows(B, T, block, local, jnp.asarray(start))
+        jax.block_until_ready(T)
+    chol = _factor(B, ridge)
+    del B
+    thin, Y = _fold_queries(cross, local)
+    V = _solve_both(chol, Y)
+    if not leverage:
+        return _scores(thin, V, T, local.g, ridge)
+    gain = _own_blocks(chol, T)
+    return _scores(thin, V, T, local.g, ridge) + _leverage(V, gain, ridge)
+
+
+@jit
+def _scores(thin: Array, V: Array, T: Array, g: Array, ridge: Array) -> Array:
+    direct = jnp.einsum("qnb,nb->qn", thin, g, precision=HIGHEST)
+    return (direct - jnp.dot(V.T, T, precision=HIGHEST)) / ridge
+
+
+def _fold_rows_body(
+    B: Array, T: Array, block: Array, local: Local, start: Array
+) -> tuple[Array, Array]:
+    rows, (n, _, r) = block.shape[0], local.roots.shape
+    here = jax.lax.dynamic_slice_in_dim(local.roots, start, rows)
+    left = jnp.einsum("iar,iajb->irjb", here, block, precision=HIGHEST)
+    folded = jnp.einsum("irjb,jbs->irjs", left, local.roots, precision=HIGHEST)
+    push = jnp.einsum("irjb,jb->irj", left, local.g, precision=HIGHEST)
+    at = (start * r, jnp.zeros_like(start))
+    B = jax.lax.dynamic_update_slice(B, folded.reshape(rows * r, n * r), at)
+    return B, jax.lax.dynamic_update_slice(T, push.reshape(rows * r, n), at)
+
+
+_fold_rows = jit(_fold_rows_body, donate_argnums=(0, 1))
+
+
+def _factor_body(B: Array, ridge: Array) -> Array:
+    diagonal = jnp.arange(B.shape[0])
+    return jax.lax.linalg.cholesky(B.at[diagonal, diagonal].add(ridge), symmetrize_input=False)
+
+
+_factor = jit(_factor_body, donate_argnums=0)
+
+
+@jit
+def _fold_queries(cross: Float[Array, "q a n b"], local: Local) -> tuple[Array, Array]:
+    """`v_qᵀK_qn`, `(q, n, c)`, and `Rᵀ` times it, `(n·r, q)`."""
+    thin = jnp.einsum("qa,qanb->qnb", local.v, cross, precision=HIGHEST)
+    Y = jnp.einsum("nbr,qnb->nrq", local.roots, thin, precision=HIGHEST)
+    return thin, Y.reshape(-1, cross.shape[0])
+
+
+@jit
+def _solve_both(chol: Array, Y: Array) -> Array:
+    half = jax.scipy.linalg.solve_triangular(chol, Y, lower=True)
+    return jax.scipy.linalg.solve_triangular(chol, half, lower=True, trans=1)
+
+
+@jit
+def _own_blocks(chol: Float[Array, "m m"], T: Float[Array, "m n"]) -> Float[Array, "n r"]:
+    """`C_{ii}⁻¹ (C T_i)_i`: what the closed form of leave-one-out takes back of each point."""
+    n = T.shape[1]
+    half = jax.scipy.linalg.solve_triangular(chol, T, lower=True)
+    X = invert_lower(chol).reshape(-1, n, chol.shape[0] // n)
+    gram = jnp.einsum("mka,mkb->kab", X, X, precision=HIGHEST)
+    at_point = jnp.einsum("mka,mk->ka", X, half, precision=HIGHEST)
+    return jnp.linalg.solve(gram, at_point[:, :, None])[:, :, 0]
+
+
+@jit
+def _leverage(V: Float[Array, "m q"], gain: Float[Array, "n r"], ridge: Array) -> Array:
+    n, r = gain.shape
+    return jnp.einsum("nrq,nr->qn", V.reshape(n, r, -1), gain, precision=HIGHEST) / ridge
+
+
+@filter_jit
+def _projected(
+    phi: Float[Array, "n c r"],
+    phi_q: Float[Array, "q c r"],
+    local: Local,
+    ridge: Array,
+    leverage: bool,
+) -> Float[Array, "q n"]:
+    """`v_qᵀφ_q (λI + ΦᵀWΦ)⁻¹ φ_iᵀg_i`, divided by one minus the leverage along `g_i`."""
+    A = jnp.einsum("ncs,ncr->nsr", local.roots, phi, precision=HIGHEST)
+    A = A.reshape(-1, phi.shape[2])
+    gram = jnp.dot(A.T, A, precision=HIGHEST) + ridge * jnp.eye(A.shape[1], dtype=A.dtype)
+    chol = (jnp.linalg.cholesky(gram), True)
+    train = jnp.einsum("nc,ncr->rn", local.g, phi, precision=HIGHEST)
+    query = jnp.einsum("qc,qcr->rq", local.v, phi_q, precision=HIGHEST)
+    solved = jax.scipy.linalg.cho_solve(chol, query)
+    if not leverage:
+        return jnp.dot(solved.T, train, precision=HIGHEST)
+    Q = jax.scipy.linalg.cho_solve(chol, phi.reshape(-1, phi.shape[2]).T).T.reshape(phi.shape)
+    Q = jnp.einsum("nar,nbr->nab", phi, Q, precision=HIGHEST)
+    W = jnp.einsum("nas,nbs->nab", local.roots, local.roots, precision=HIGHEST)
+    small = jnp.eye(W.shape[1], dtype=W.dtype) - jnp.einsum("nab,nbc->nac", W, Q, precision=HIGHEST)
+    tau = jnp.linalg.solve(small, local.g[:, :, None])[:, :, 0]
+    return jnp.dot(
+        solved.T, jnp.einsum("nc,ncr->rn", tau, phi, precision=HIGHEST), precision=HIGHEST
+    )

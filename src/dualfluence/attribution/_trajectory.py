@@ -1,0 +1,371 @@
+"""Attribution of a real network from the checkpoints of its training."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .._support.checks import check_finite, check_queries, check_rows
+from .._support.progress import ProgressFn, Ticker
+from ..dual._attribution import Attribution
+from ..dual._quantity import Quantity, as_quantity
+from ..kernels._linearized import Linearized, linearize
+from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ._checkpoint import (
+    LOSSES_OF_METHODS,
+    PROJECTED_RANK,
+    checkpoint_scores,
+    choose_method,
+)
+from ._pieces import Pieces
+
+KAPPA = 3.0
+r"""`κ` in `λ_t = 1/(κ η s_t)`.
+
+Gradient descent for a time `τ = ηs` on a fixed curvature `h` closes a share `1 − e^{−hτ}` of the
+gap, a ridge `λ` a share `h/(h + λ)`. They cross one half together at `κ = 1/ln 2`. The curvature of
+a classifier falls as it learns, so that the mean over the past is about twice that of the
+checkpoint itself: together, about 3. Twice or half of it costs little.
+"""
+
+METHODS = ("auto", "outputs", "margin", "projected")
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    r"""The checkpoints of one training run, and how far it had come at each.
+
+    Training that stopped after `s` steps of size `η` stands for a ridge `λ = 1/(κηs)`. At each
+    checkpoint the network is linearised and every point scored by its first-order effect with that
+    ridge; scores are brought to one size per query and added over checkpoints and runs.
+
+    **Fields:**
+
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed.
+    - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may sit on
+      disk. Those of the first quarter of training say most, the more the better: ten to twenty,
+      every half epoch at first. Late ones, where the network has learned its data by heart, add noise.
+    - `steps`: optimiser steps before each, increasing.
+    - `learning_rate`, `momentum`: of plain SGD; for a schedule, `learning_rate` may be a
+      sequence: the mean over the steps up to each checkpoint.
+    - `preconditioner`: for Adam and its kin. Parameter pytrees (or a function of k) that hold the
+      diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
+    - `kappa`: `κ`; see `KAPPA` for why 3.
+    - `trainable`: as in `linearize`.
+    """
+
+    apply_fn: Callable[..., Any]
+    checkpoints: Any
+    steps: Any
+    learning_rate: Any
+    momentum: float = 0.0
+    preconditioner: Any = None
+    kappa: float = KAPPA
+    trainable: Any = None
+
+    def __post_init__(self) -> None:
+        steps = np.asarray(self.steps)
+        if steps.ndim != 1 or steps.size == 0 or not np.issubdtype(steps.dtype, np.integer):
+            raise ValueError(
+                f"Trajectory: steps must be whole numbers, one per checkpoint, got {self.steps}."
+            )
+        if steps[0] < 1 or (np.diff(steps) <= 0).any():
+            raise ValueError(
+                f"Trajectory: steps must be positive and increasing, got {steps.tolist()}. They count "
+                "optimiser steps before each checkpoint."
+            )
+        rates = np.asarray(self.learning_rate, float)
+        if rates.shape not in ((), steps.shape) or not (np.isfinite(rates) & (rates > 0)).all():
+            raise ValueError(
+                "Trajectory: learning_rate must be a positive number, or one per checkpoint, got "
+                f"{self.learning_rate}."
+            )
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"Trajectory: momentum must be in [0, 1), got {self.momentum}.")
+        if not (np.isfinite(self.kappa) and self.kappa > 0):
+            raise ValueError(f"Trajectory: kappa must be a positive number, got {self.kappa}.")
+        if not callable(self.checkpoints):
+            if len(self.checkpoints) != steps.size:
+                raise ValueError(
+                    f"Trajectory: {len(self.checkpoints)} checkpoints but {steps.size} steps."
+                )
+            for k, params in enumerate(self.checkpoints):
+                check_checkpoint(k, params, self.checkpoints[0])
+
+    @property
+    def num_checkpoints(self) -> int:
+        return len(np.asarray(self.steps))
+
+    def ridge(self, k: int) -> float:
+        """`λ_t = 1/(κ η s_t)` with `η` the learning rate over one minus the momentum."""
+        rate = np.broadcast_to(np.asarray(self.learning_rate, float), (self.num_checkpoints,))[k]
+        return float((1 - self.momentum) / (self.kappa * rate * np.asarray(self.steps)[k]))
+
+    def checkpoint(self, k: int) -> PyTree:
+        """The k-th parameters, checked."""
+        params = self.checkpoints(k) if callable(self.checkpoints) else self.checkpoints[k]
+        check_checkpoint(k, params, params)
+        return params
+
+    def model(self, k: int) -> Linearized:
+        """The network linearised at the k-th checkpoint, in the optimiser's own metric."""
+        params = self.checkpoint(k)
+        if self.preconditioner is None:
+            return linearize(self.apply_fn, params, trainable=self.trainable)
+        held = self.preconditioner
+        diagonal = held(k) if callable(held) else held[k]
+        _check_same_tree(f"preconditioner {k}", diagonal, params)
+        if any(bool((jnp.asarray(leaf) < 0).any()) for leaf in jax.tree.leaves(diagonal)):
+            raise ValueError(f"Trajectory: preconditioner {k} has negative entries.")
+        roots = jax.tree.map(
+            lambda d, p: jnp.sqrt(jnp.asarray(d)).astype(p.dtype), diagonal, params
+        )
+        zero = jax.tree.map(jnp.zeros_like, params)
+        inner = self.trainable
+
+        def moves(path: tuple[Any, ...], leaf: Any) -> bool:
+            first = path[0].key == "move"
+            return first and (inner is None or inner(path[1:], leaf))
+
+        packed = {"base": params, "move": zero, "scale": roots}
+        return linearize(_Scaled.of(self.apply_fn), packed, trainable=moves)
+
+    def attribute(self, x: Any, y: Any, xq: Any, yq: Any = None, **options: Any) -> Attribution:
+        """Scores of every training point for every query; see `attribute_runs`."""
+        return attribute_runs([self], x, y, xq, yq, **options)
+
+
+class _Scaled:
+    """`apply_fn(θ + P^{1/2}φ, x)` as a function of `φ`; one object per network, to compile once."""
+
+    _kept: dict[Any, "_Scaled"] = {}  # noqa: RUF012
+
+    def __init__(self, apply_fn: Callable[..., Any]) -> None:
+        self.apply_fn = apply_fn
+
+    @classmethod
+    def of(cls, apply_fn: Callable[..., Any]) -> "_Scaled":
+        return cls._kept.setdefault(apply_fn, cls(apply_fn))
+
+    def __call__(self, packed: PyTree, x: Array) -> Array:
+        moved = jax.tree.map(
+            lambda b, s, m: b + s * m, packed["base"], packed["scale"], packed["move"]
+        )
+        return self.apply_fn(moved, x)
+
+
+def attribute_runs(
+    trajectories: Sequence[Trajectory],
+    x: Any,
+    y: Any,
+    xq: Any,
+    yq: Any = None,
+    *,
+    loss: AbstractLoss | None = None,
+    of: str | Callable[[Array, Array], Array] = "loss",
+    method: str = "auto",
+    leverage: bool = False,
+    rank: int = PROJECTED_RANK,
+    folder: Any = None,
+    progress: bool | ProgressFn = True,
+) -> Attribution:
+    """Scores of a network's training points from the checkpoints of one or several runs.
+
+    One kernel at a time: memory is that of `RᵀKR` and its Cholesky factor, `2(n·c)²` numbers.
+
+    **Arguments:**
+
+    - `trajectories`: one per run; more runs, better scores.
+    - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
+    - `loss`: that of training, softmax cross-entropy by default.
+    - `of`: what is measured, as in `Fitted.attribute`.
+    - `method`: `"outputs"` is exact; `"margin"` keeps one direction of outputs per point (`n` by `n`
+      instead of `n·c` by `n·c`); `"projected"` uses random projections of gradients to `rank`
+      numbers; `"auto"` takes outputs where they fit in memory. The result says what is left out.
+    - `leverage`: leave-one-out in closed form instead of first order, at twice the price.
+    - `folder`: where scores of finished checkpoints are kept; a killed run goes on from there with
+      the same result, bit for bit.
+
+    **Returns:** `Attribution` without a unit; positive means that leaving the point out raises the
+    query's loss.
+    """
+    start = time.perf_counter()
+    runs = list(trajectories)
+    if not runs or not all(isinstance(run, Trajectory) for run in runs):
+        raise TypeError("attribute_runs: give one Trajectory or more in a list.")
+    if method not in METHODS:
+        raise ValueError(f"Trajectory: method must be one of {', '.join(METHODS)}, got {method!r}.")
+    loss = SoftmaxCrossEntropy() if loss is None else loss
+    data = _check_data(runs[0], x, y, xq, yq, loss, of)
+    if method == "auto":
+        method = choose_method(data.x.shape[0], data.num_outputs, data.targets.dtype)
+    pieces = Pieces(folder, _fingerprint(data, loss, of, method, leverage, rank))
+    total = np.zeros((data.xq.shape[0], data.x.shape[0]))
+    count = sum(run.num_checkpoints for run in runs)
+    with Ticker(count, "checkpoints", progress) as ticker:
+        for r, run in enumerate(runs):
+            for k in range(run.num_checkpoints):
+                name = f"run-{r:03d}-checkpoint-{k:03d}"
+                total += pieces.get(
+                    name,
+                    lambda run=run, k=k: _normalised(run, k, data, loss, method, leverage, rank),
+                    lambda run=run, k=k: _digest_run(run, k),
+                )
+                ticker.tick()
+    return _result(total / count, runs, data, method, leverage, time.perf_counter() - start)
+
+
+@dataclass(frozen=True, eq=False)
+class _Data:
+    """Checked arrays of a request."""
+
+    x: Array
+    targets: Array
+    xq: Array
+    quantity: Quantity
+    num_outputs: int
+    yq: Any
+
+
+def _check_data(
+    run: Trajectory, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss, of: Any
+) -> _Data:
+    features = jnp.asarray(x)
+    check_finite("x", features)
+    queries = check_queries(xq, features)
+    model = run.model(0)
+    c = model.apply_shape(features[:1])[1]
+    targets = loss.prepare_targets(y, c, model.dtype)
+    check_rows("y", targets, features.shape[0], "point of x")
+    quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
+    return _Data(features, targets, queries, quantity, c, yq)
+
+
+def _normalised(
+    run: Trajectory,
+    k: int,
+    data: _Data,
+    loss: AbstractLoss,
+    method: str,
+    leverage: bool,
+    rank: int,
+) -> np.ndarray:
+    """`S_t` with root mean square one for every query."""
+    scores = checkpoint_scores(
+        run.model(k),
+        data.x,
+        data.targets,
+        data.xq,
+        data.quantity,
+        loss=loss,
+        ridge=run.ridge(k),
+        method=method,
+        leverage=leverage,
+        rank=rank,
+    )
+    values = np.asarray(scores)
+    check_finite(
+        f"Trajectory, checkpoint {k}",
+        values,
+        hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
+    )
+    size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
+    # A query that no point moves at this checkpoint has nothing to add.
+    return (values / np.where(size > 0, size, 1)).astype(values.dtype)
+
+
+def _result(
+    values: np.ndarray,
+    runs: list[Trajectory],
+    data: _Data,
+    method: str,
+    leverage: bool,
+    seconds: float,
+) -> Attribution:
+    steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
+    notes = (
+        "scores are brought to one size per query and checkpoint and averaged: they rank and compare "
+        "training points of one query, and have no unit",
+        f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
+        "closed-form leave-one-out" if leverage else "first-order effects",
+        *LOSSES_OF_METHODS[method],
+    )
+    return Attribution(
+        values=values,
+        of=data.quantity.name,
+        direction=data.quantity.direction,
+        unit=None,
+        notes=notes,
+        stats={"seconds": seconds, "method": method, "leverage": leverage, "runs": len(runs)},
+        x=np.asarray(data.x),
+        y=np.asarray(data.targets),
+        xq=np.asarray(data.xq),
+        yq=None if data.yq is None else np.asarray(data.yq),
+    )
+
+
+def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
+    """Raise unless the k-th checkpoint has the tree of the first and finite numbers."""
+    _check_same_tree(f"checkpoint {k}", params, like)
+    for path, leaf in jax.tree.leaves_with_path(params):
+        array = np.asarray(leaf) if hasattr(leaf, "dtype") else None
+        if array is not None and jnp.issubdtype(array.dtype, jnp.inexact):
+            check_finite(
+                f"Trajectory, checkpoint {k}, params{jax.tree_util.keystr(path)}",
+                array,
+                hint="Training diverged, or the file is damaged.",
+            )
+
+
+def _check_same_tree(name: str, params: PyTree, like: PyTree) -> None:
+    if jax.tree.structure(params) != jax.tree.structure(like):
+        raise ValueError(
+            f"Trajectory: {name} has another tree, {jax.tree.structure(params)}, than the parameters, "
+            f"{jax.tree.structure(like)}. All checkpoints must be of one network."
+        )
+    for (path, leaf), (_, other) in zip(
+        jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(like), strict=True
+    ):
+        if np.shape(leaf) != np.shape(other):
+            raise ValueError(
+                f"Trajectory: {name}, params{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}, "
+                f"expected {np.shape(other)}."
+            )
+
+
+def _digest(arrays: Any) -> str:
+    code = hashlib.sha256()
+    for leaf in jax.tree.leaves(arrays):
+        array = np.ascontiguousarray(np.asarray(leaf)) if hasattr(leaf, "dtype") else None
+        code.update(
+            repr(leaf).encode() if array is None else f"{array.dtype}{array.shape}".encode()
+        )
+        code.update(b"" if array is None else array.tobytes())
+    return code.hexdigest()
+
+
+def _digest_run(run: Trajectory, k: int) -> str:
+    held = run.preconditioner
+    diagonal = None if held is None else held(k) if callable(held) else held[k]
+    return _digest((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
+
+
+def _fingerprint(
+    data: _Data, loss: AbstractLoss, of: Any, method: str, leverage: bool, rank: int
+) -> str:
+    options = [
+        repr(loss),
+        data.quantity.name,
+        method,
+        leverage,
+        rank if method == "projected" else 0,
+    ]
+    arrays = (data.x, data.targets, data.xq, data.quantity.targets)
+    return json.dumps([_digest(arrays), *map(str, options)])

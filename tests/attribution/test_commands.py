@@ -1,0 +1,117 @@
+"""The commands on data of the user's own, their pages and tables, and mistakes in their input."""
+
+import csv
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from dualfluence import datasets
+from dualfluence.apps.attribute import audit, load_data, load_model
+from dualfluence.apps.attribute._commands import register
+from dualfluence.apps.attribute._data import Data
+from dualfluence.attribution import evaluate
+
+APP = typer.Typer()
+register(APP)
+
+
+def _run(*args):
+    return CliRunner().invoke(APP, [str(a) for a in args])
+
+
+def _file(folder, **changes):
+    small = datasets.load("mnist-small")
+    arrays = {
+        "x": small.x_train[:40],
+        "y": small.y_train[:40],
+        "xq": small.x_test[:6],
+        "yq": small.y_test[:6],
+    } | changes
+    path = folder / "data.npz"
+    np.savez(path, **{k: v for k, v in arrays.items() if v is not None})
+    return path
+
+
+def test_attribute_writes_one_page_with_pictures_and_a_table(tmp_path):
+    out = _run("attribute", "--data", _file(tmp_path), "--out", tmp_path / "o", "--top", 3)
+    assert out.exit_code == 0, out.output
+    page = (tmp_path / "o" / "attribution.html").read_text()
+    assert page.count("data:image/png;base64,") == 6 * (1 + 2 * 3)
+    assert "http" not in page.replace("http-equiv", "")
+    rows = list(csv.DictReader((tmp_path / "o" / "attribution.csv").open()))
+    assert len(rows) == 6 * 2 * 3
+    assert all(float(r["effect"]) >= 0 for r in rows if r["kind"] == "helpful" and r["rank"] == "1")
+
+
+def test_audit_writes_one_page_and_a_row_for_each_point(tmp_path):
+    groups = np.repeat(["left", "right"], 20)
+    path = _file(tmp_path, groups=groups)
+    out = _run("audit", "--data", path, "--out", tmp_path / "o", "--queries", 6)
+    assert out.exit_code == 0, out.output
+    page = (tmp_path / "o" / "audit.html").read_text()
+    assert "Labels that look wrong" in page
+    assert "left" in page
+    rows = list(csv.DictReader((tmp_path / "o" / "audit.csv").open()))
+    assert sorted(int(r["suspicion_rank"]) for r in rows) == list(range(1, 41))
+
+
+def test_a_model_of_the_users_own_is_taken_by_name(tmp_path):
+    name = "dualfluence.apps.attribute.example:small_network"
+    out = _run("attribute", "--data", _file(tmp_path), "--model", name, "--out", tmp_path / "o")
+    assert out.exit_code == 0, out.output
+
+
+def test_tables_and_numbers_work_like_pictures_and_classes(tmp_path):
+    rng = np.random.default_rng(0)
+    path = _file(
+        tmp_path,
+        x=rng.normal(size=(20, 3)),
+        y=rng.normal(size=20),
+        xq=rng.normal(size=(4, 3)),
+        yq=rng.normal(size=4),
+    )
+    for command, page in (("attribute", "attribution.html"), ("audit", "audit.html")):
+        out = _run(command, "--data", path, "--out", tmp_path / "o")
+        assert out.exit_code == 0, out.output
+        assert "data:image" not in (tmp_path / "o" / page).read_text()
+
+
+def test_flipped_labels_are_found():
+    """Ten per cent of labels flipped at random."""
+    small = datasets.load("mnist-small")
+    rng = np.random.default_rng(0)
+    y = small.y_train[:400].copy()
+    wrong = np.zeros(400, bool)
+    wrong[rng.permutation(400)[:40]] = True
+    y[wrong] = (y[wrong] + rng.integers(1, 10, 40)) % 10
+    data = Data(small.x_train[:400], y, small.x_test[:20], small.y_test[:20], "flipped")
+    result = audit(load_model(None), data, ridge=1e-3)
+    assert evaluate.mislabel_auc(result["suspicion"], wrong) > 0.95  # 0.98 with all 2,000 points
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"yq": None}, "yq is missing"),
+        ({"y": np.zeros(3, int)}, "expected 40 rows"),
+        ({"x": np.full((40, 784), np.nan)}, "every entry must be finite"),
+        ({"groups": np.zeros(2)}, "expected 40 rows"),
+    ],
+)
+def test_bad_files_say_what_is_wrong(changes, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        load_data(_file(tmp_path, **changes))
+
+
+def test_a_file_that_is_no_npz_is_refused(tmp_path):
+    (tmp_path / "a.npz").write_bytes(b"hello")
+    with pytest.raises(ValueError, match=r"not an \.npz file"):
+        load_data(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("name", ["nothing", "no.such.module:f", "math:nothing"])
+def test_a_model_that_is_not_there_is_refused(name):
+    with pytest.raises(ValueError, match="--model"):
+        load_model(name)
