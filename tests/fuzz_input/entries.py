@@ -230,6 +230,7 @@ def _edits(m: dict[str, Any]) -> list[Entry]:
                 "edits": arg("edits", dfl.Remove([1]), "edit"),
                 "steps": arg("count", 2, "steps"),
                 "until": arg("positive", 0.1, "until"),
+                "drift": arg("positive", 0.5, "drift"),
                 "solver": arg("option", dfl.CG(), "solver"),
                 "rtol": arg("fraction", 0.01, "rtol"),
                 "mesh": arg("mesh", device, "mesh"),
@@ -279,7 +280,8 @@ def _reads(update: Any, m: dict[str, Any], primal: Any) -> list[Entry]:
                     "xq": q,
                     "targets": arg("numbers", y[:2], Y),
                     "include_ridge": arg("flag", False, "include_ridge"),
-                    "linearised": linearised,
+                    "first_order": arg("flag", True, "first_order"),
+                    **flags,
                 },
             ),
         ]
