@@ -25,7 +25,11 @@ class Chain(NamedTuple):
 
 def check_drift(drift: Any) -> None:
     """Raise unless `drift` is `None` or a positive relative distance."""
-    maybe(check_positive, "edit: drift", drift, what="share of ‖θ − θ₀‖, such as 0.01")
+    what = "share of ‖θ − θ₀‖, such as 0.01"
+    try:
+        maybe(check_positive, "edit: drift", drift, what=what)
+    except TypeError as error:
+        raise ValueError(f"edit: drift must be a positive {what}, got {drift!r}.") from error
 
 
 def exceeds(certificate: Certificate, drift: float | None) -> bool:

@@ -13,7 +13,9 @@ from ..kernels._linearized import Linearized
 
 def check_network(model: Linearized, x: Array, num_outputs: int | None) -> int:
     """`c` of a network that can be fitted, at all points and at one."""
-    model._traced_shape(x[:1])  # batches have any number of points, down to one
+    # All points first, as the user gave them; batches have any number of points, down to one.
+    for points in (x, x[:1]):
+        model._traced_shape(points)
     c = model.apply_shape(x)[1]
     if num_outputs not in (None, c):
         raise ValueError(
