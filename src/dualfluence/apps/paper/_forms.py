@@ -90,8 +90,8 @@ class PaperDirect(AbstractPaperForm):
 class PaperCG(AbstractPaperForm):
     """Eq. 12, reduced, as an operator under conjugate gradients: what the paper measures.
 
-    Float32 does not reach the paper's residual of 1e-8, so that all 500 iterations are done. Such an
-    answer has not converged; `on_failure="report"` returns it all the same.
+    Float32 does not reach the paper's residual of 1e-8. Such an answer has not converged;
+    `on_failure="report"` returns it all the same.
 
     - `max_steps`: iterations at most; 500 in the paper's experiments.
     - `rtol`: relative residual to stop at; 1e-8 in the paper's experiments.
