@@ -31,19 +31,19 @@ def write_json(path, results):
 
 
 def median_seconds(fn, repeats=7):
-    from dualfluence.apps.compare._kit import time_calls
+    from dualfluence.apps.compare import _timing
 
-    time_calls(fn, 1)  # compiles
-    return float(np.median(time_calls(fn, repeats)[1]))
+    return _timing.median_seconds(fn, repeats)
 
 
 def bench_removals(points):
     # Not at the top: another checkout, which `--against` runs, may keep them elsewhere.
-    from dualfluence.apps.compare._kit import Comparison, fully_connected
+    from dualfluence.apps.compare._networks import fully_connected
+    from dualfluence.apps.compare._removals import Removals
     from dualfluence.solvers import _auto
 
     data = dfl.datasets.load("mnist-small")
-    case = Comparison(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
+    case = Removals(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
     results = {}
     for percent in (10, 50, 70, 90):
         edit = dfl.Remove(case.indices(percent))
@@ -59,8 +59,7 @@ def bench_removals(points):
 
 
 def bench_read_outs(images, channels):
-    from dualfluence.apps.paper._common import make_network
-    from dualfluence.apps.paper._config import Architecture
+    from dualfluence.apps.compare._networks import Architecture, make_network
 
     net = make_network(Architecture("cnn", 3, channels))
     rng = np.random.default_rng(0)

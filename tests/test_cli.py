@@ -5,9 +5,19 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from dualfluence.apps import cli
-from dualfluence.apps.cli import _app
+from dualfluence.apps import bench, cli, demo
 from dualfluence.apps.cli._app import app
+from dualfluence.apps.compare._look import COLOURS, STYLES
+from dualfluence.apps.compare._names import (
+    HELD,
+    ONE_STEP,
+    PAPER,
+    PAPER_RELEASED,
+    PARAMETER,
+    PARAMETER_RELEASED,
+    RANDOM,
+    TWO_STEPS,
+)
 from dualfluence.apps.demo import METHODS, run_demo, write_page
 
 runner = CliRunner()
@@ -58,8 +68,8 @@ def test_plan_is_for_floating_point_kernels():
 @pytest.mark.parametrize("command", [["demo", "--out", "{}"], ["bench", "--out", "{}/a.json"]])
 def test_folders_are_tried_before_the_work(command, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(_app.demonstration, "run_demo", None)
-    monkeypatch.setattr(_app.benchmarks, "bench_core", None)
+    monkeypatch.setattr(demo, "run_demo", None)
+    monkeypatch.setattr(bench, "bench_core", None)
     arguments = [part.format(tmp_path / "file") for part in command]
     assert isinstance(runner.invoke(app, arguments).exception, OSError)
 
@@ -80,13 +90,13 @@ def test_demo_compares_every_method_with_retraining(result):
     assert [o["method"] for o in outcomes] == list(METHODS) * 2
     by_name = {(o["method"], o["percent"]): o for o in outcomes}
     for percent in (10, 50):
-        one = by_name["dual, one step", percent]
-        two = by_name["dual, two steps", percent]
+        one = by_name[ONE_STEP, percent]
+        two = by_name[TWO_STEPS, percent]
         assert two["error"] < 0.3 * one["error"] < 0.3
-        for same in ("paper's dual form", "parameter space"):
+        for same in (PAPER, PARAMETER):
             assert by_name[same, percent]["error"] == pytest.approx(one["error"], rel=1e-2)
         assert one["certificate"] >= one["error"]
-        assert by_name["random perturbation", percent]["error"] > 1
+        assert by_name[RANDOM, percent]["error"] > 1
     json.dumps(result)
 
 
@@ -105,3 +115,13 @@ def test_mistakes_end_in_one_line(monkeypatch, capsys):
         cli.main()
     assert "plan: platform must be one of" in str(ended.value.code)
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_method_has_one_colour_and_no_two_methods_share_one():
+    same = {HELD: ONE_STEP, PAPER_RELEASED: PAPER, PARAMETER_RELEASED: PARAMETER}
+    for again, method in same.items():
+        assert COLOURS[again] == COLOURS[method]
+        assert STYLES[again] != STYLES[method]
+    alone = [colour for name, colour in COLOURS.items() if name not in same]
+    assert len(set(alone)) == len(alone)
+    assert set(METHODS) <= set(COLOURS)

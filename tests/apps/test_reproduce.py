@@ -10,18 +10,7 @@ import pytest
 pytest.importorskip("matplotlib")
 
 from dualfluence import datasets
-from dualfluence.apps.paper import NAMES, reproduce
-from dualfluence.apps.paper import _published as published
-from dualfluence.apps.paper._claims import CLAIMS, COMPARISONS
-from dualfluence.apps.paper._config import (
-    Architecture,
-    Data,
-    Row,
-    Training,
-    as_json,
-    configure,
-)
-from dualfluence.apps.paper._methods import (
+from dualfluence.apps.compare._names import (
     COMPARED,
     HELD,
     ITERATED,
@@ -32,11 +21,16 @@ from dualfluence.apps.paper._methods import (
     PARAMETER_RELEASED,
     RANDOM,
     RELEASED,
-    RELEASED_PRECISION,
     RETRAINED,
 )
-from dualfluence.apps.paper._results import Store, plain, read_results, write_json
-from dualfluence.apps.paper._verdicts import PARTLY, Comparison
+from dualfluence.apps.compare._networks import Architecture
+from dualfluence.apps.paper import NAMES, reproduce
+from dualfluence.apps.paper import _published as published
+from dualfluence.apps.paper._claims import CLAIMS, COMPARISONS
+from dualfluence.apps.paper._config import Data, Row, Training, as_json, configure
+from dualfluence.apps.paper._methods import RELEASED_PRECISION
+from dualfluence.apps.paper._results import ResultsFolder, plain, read_results, write_json
+from dualfluence.apps.paper._verdicts import PARTLY, PublishedValue
 
 FIFTY_TIMES = f"warm: {ONE_STEP} is at least 50 times faster than {PAPER_RELEASED}"
 TINY = Data("mnist-small", (3, 8), 6, 4)
@@ -369,7 +363,7 @@ def test_nothing_half_written_is_left(tmp_path):
         write_json(path, {"x": object()})
     assert json.loads(path.read_text()) == {"x": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
-    store = Store(tmp_path)
+    store = ResultsFolder(tmp_path)
     with pytest.raises(RuntimeError, match="stop"):
         store.arrays({"a": 1}, lambda: (_ for _ in ()).throw(RuntimeError("stop")))
     assert not list(tmp_path.glob("cache/*"))
@@ -387,8 +381,8 @@ def test_published_values_are_those_of_the_paper():
     assert published.at_percentages(published.FIG1["fcnn"]["distance dual"])[90] == 5e-4
     assert published.at_percentages(published.FIG1["cnn"]["warm dual"]) == {10: 0.5, 90: 0.5}
     assert published.FIG2["distance"][1e-2] == 2.2e-4
-    assert Comparison("a", 1.0, 2.1).differs
-    assert not Comparison("a", 1.0, 0.6).differs
+    assert PublishedValue("a", 1.0, 2.1).differs
+    assert not PublishedValue("a", 1.0, 0.6).differs
     results = {"config": {"percentages": [10]}, "pieces": {}, "environment": {"device": "x"}}
     found = COMPARISONS["fig1"](results)
     assert len(found) == 10

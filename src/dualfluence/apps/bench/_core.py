@@ -1,6 +1,5 @@
 """One removal request: our dual step against the paper's dual form and parameter space."""
 
-import time
 from dataclasses import asdict
 from typing import Any
 
@@ -12,9 +11,20 @@ from ...dual._newton import influence_step
 from ...dual._train import default_rtol
 from ...problem._edits import Remove, apply_edits
 from ...solvers import CG
-from ..compare._kit import WARM_UP_RTOL, Comparison, describe_machine, fully_connected, time_calls
+from ..compare._machine import describe_machine
+from ..compare._methods import Settings
+from ..compare._names import ONE_STEP, PAPER, PARAMETER, RETRAINED, TWO_STEPS
+from ..compare._networks import fully_connected
+from ..compare._removals import WARM_UP, Removals
+from ..compare._timing import time_call, time_calls
+from ..paper._methods import make_methods
 
 WIDTHS = (784, 1024, 1024, 1024, 10)
+"""The paper's fully connected network."""
+
+METHODS = (RETRAINED, ONE_STEP, TWO_STEPS, PAPER, PARAMETER)
+SLOW = (PAPER, PARAMETER)
+"""Methods whose iterations take long: they compile apart and repeat less."""
 
 
 def bench_core(
@@ -35,31 +45,24 @@ def bench_core(
     data = datasets.load("mnist-small")
     model = fully_connected(widths, seed)
     _, kernel_seconds = time_calls(lambda: model.kernel(jnp.asarray(data.x_train[:points])), 2)
-    start = time.perf_counter()
-    case = Comparison(model, data, points, ridge)
-    fit_seconds = time.perf_counter() - start
-    gone = case.indices(percent)
-    truth, retrain = case.retrain(gone)
-    ours = case.measure("dual, one step", case.step, percent, truth, repeats=repeats)
-    two = case.measure(
-        "dual, two steps", lambda g: case.step(g, 2), percent, truth, repeats=repeats
-    )
-    paper = case.measure(
-        "paper's dual form",
-        case.paper,
-        percent,
-        truth,
-        repeats=slow_repeats,
-        warm_up=lambda g: case.paper(g, WARM_UP_RTOL),
-    )
-    primal = case.measure(
-        "parameter space",
-        case.parameter_space,
-        percent,
-        truth,
-        repeats=slow_repeats,
-        warm_up=lambda g: case.parameter_space(g, WARM_UP_RTOL),
-    )
+    made = time_call(lambda: Removals(model, data, points, ridge))
+    case, fit_seconds = made.result, made.seconds
+    gone, methods = case.indices(percent), make_methods(case.trained(Settings()), METHODS)
+    truth, _ = methods[RETRAINED](gone)
+    retrain = case.fitted.retrain(Remove(gone)).stats
+    warm_up: Any = make_methods(case.trained(WARM_UP), SLOW)
+    found = {
+        name: case.measure(
+            name,
+            methods[name],
+            percent,
+            truth,
+            repeats=slow_repeats if name in SLOW else repeats,
+            warm_up=warm_up.get(name),
+        )
+        for name in METHODS[1:]
+    }
+    ours = found[ONE_STEP].timing.repeat
     solve_only = case.fitted.edit(Remove(gone), on_failure="report").stats.seconds
     return {
         "benchmark": "core",
@@ -78,18 +81,18 @@ def bench_core(
         "kernel_seconds": {"first": kernel_seconds[0], "repeat": kernel_seconds[1]},
         "fit_seconds": fit_seconds,
         "fit": case.fitted.stats._asdict(),
-        "retrain": {"seconds": retrain.stats.seconds, "products": retrain.stats.products},
+        "retrain": {"seconds": retrain.seconds, "products": retrain.products},
         "edit_seconds_without_parameters": solve_only,
-        "methods": [asdict(m) for m in (ours, two, paper, primal)],
+        "methods": [asdict(outcome) for outcome in found.values()],
         "ratios": {
-            "paper_over_ours": paper.timing.repeat / ours.timing.repeat,
-            "parameter_space_over_ours": primal.timing.repeat / ours.timing.repeat,
+            "paper_over_ours": found[PAPER].timing.repeat / ours,
+            "parameter_space_over_ours": found[PARAMETER].timing.repeat / ours,
         },
         "memory": peak_memory(case, gone),
     }
 
 
-def peak_memory(case: Comparison, gone: Any) -> dict[str, float]:
+def peak_memory(case: Removals, gone: Any) -> dict[str, float]:
     """Bytes of a removal over the bytes of `K`: what the compiled step holds at once.
 
     Arguments, results and temporaries as the compiler reports them, and on a GPU the peak that the

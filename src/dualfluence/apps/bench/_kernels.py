@@ -5,11 +5,8 @@ import gc
 import json
 import os
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +17,13 @@ from jaxtyping import Array
 
 from ... import infinite
 from ...kernels import empirical_kernel, traced_kernel
-from ..compare._kit import describe_machine, time_calls
+from ..compare._machine import describe_machine, num_cores
+from ..compare._networks import Architecture, make_network, plain_relu_network
+from ..compare._timing import median_repeat, time_first_and_repeats
 
 MIB = 2**20
 WIDTHS = (784, 1024, 1024, 1024, 10)
+FCNN, CNN = Architecture("fcnn", 3, None), Architecture("cnn", 3, None)
 PEER_SCRIPT = Path(__file__).parents[4] / "benchmarks" / "peer_neural_tangents.py"
 JACOBIAN_BYTES = 1024 * MIB
 """Budget of the Jacobian tiles: one point's Jacobian takes 116 MiB."""
@@ -61,7 +61,7 @@ def bench_kernels(
         points = (*points, 2000)
     result: dict[str, Any] = {
         "benchmark": "kernels",
-        "machine": {**describe_machine(), "cores": _cores()},
+        "machine": {**describe_machine(), "cores": num_cores()},
         "config": {
             "dtype": "float32",
             "finite": "-".join(map(str, WIDTHS)),
@@ -70,13 +70,13 @@ def bench_kernels(
             "kernel": "NTK",
         },
         "finite": bench_finite(points, jacobian_points, repeats),
-        "fcnn": [_time_infinite(fcnn(), _normal(vectors, WIDTHS[0]), repeats)],
-        "cnn": [_time_infinite(cnn(), _normal(images, 32, 32, 3), repeats)],
+        "fcnn": [_time_infinite(make_network(FCNN), _normal(vectors, WIDTHS[0]), repeats)],
+        "cnn": [_time_infinite(make_network(CNN), _normal(images, 32, 32, 3), repeats)],
     }
     if large:
-        result["fcnn"].append(_time_infinite(fcnn(), _normal(10_000, WIDTHS[0]), 1))
+        result["fcnn"].append(_time_infinite(make_network(FCNN), _normal(10_000, WIDTHS[0]), 1))
     if large and accelerated:
-        result["cnn"].append(_time_infinite(cnn(), _normal(1000, 32, 32, 3), 1))
+        result["cnn"].append(_time_infinite(make_network(CNN), _normal(1000, 32, 32, 3), 1))
     result["memory"] = bench_memory()
     if peer_python is not None:
         sizes = {"finite": points[0], "vectors": vectors, "images": images, "repeats": repeats}
@@ -85,39 +85,9 @@ def bench_kernels(
     return result
 
 
-def fcnn() -> infinite.Network:
-    """The paper's fully connected network, infinitely wide."""
-    dense = infinite.Dense(W_std=2.0, b_std=0.1)
-    return infinite.serial(*[dense, infinite.Relu()] * 3, dense)
-
-
-def cnn() -> infinite.Network:
-    """The paper's convolutional network, infinitely wide."""
-    conv = infinite.Conv(W_std=2.0, b_std=0.1)
-    block = [conv, infinite.Relu(), infinite.AvgPool((2, 2), padding="SAME")]
-    end = [infinite.Flatten(), infinite.Dense(W_std=2.0, b_std=0.1)]
-    return infinite.serial(*block * 3, *end)
-
-
-def finite_network() -> tuple[Callable[..., Array], Any]:
-    """A ReLU network and its parameters."""
-    rng = np.random.default_rng(0)
-    params = [
-        (jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), jnp.zeros(b, jnp.float32))
-        for a, b in pairwise(WIDTHS)
-    ]
-
-    def apply(params: Any, x: Array) -> Array:
-        for W, b in params[:-1]:
-            x = jax.nn.relu(x @ W + b)
-        return x @ params[-1][0] + params[-1][1]
-
-    return apply, params
-
-
 def bench_finite(points: tuple[int, ...], jacobian_points: int, repeats: int) -> dict[str, Any]:
     """Whole kernels of one and of two sets of points, traced kernels, and Jacobian tiles."""
-    apply, params = finite_network()
+    apply, params = plain_relu_network(WIDTHS)
 
     def kernel(*x: Array, **options: Any) -> Any:
         return empirical_kernel(apply, params, *x, progress=False, **options).value
@@ -127,7 +97,7 @@ def bench_finite(points: tuple[int, ...], jacobian_points: int, repeats: int) ->
         x = _normal(jacobian_points, WIDTHS[0], seed=1)
         options: dict[str, Any] = {"method": "jacobian", "tile_bytes": JACOBIAN_BYTES}
         jax.block_until_ready(kernel(x[:WARM_UP_POINTS], **options))  # compiles the same tiles
-        tiles = _seconds(lambda: kernel(x, **options), 0)
+        tiles = time_first_and_repeats(lambda: kernel(x, **options), 0)
         repeat = {"repeat": [tiles["first"]], "repeat_cpu": [tiles["first_cpu"]]}
         result["jacobian_tiles"] = {"points": jacobian_points, "bytes": JACOBIAN_BYTES, **repeat}
     sizes = []
@@ -135,16 +105,16 @@ def bench_finite(points: tuple[int, ...], jacobian_points: int, repeats: int) ->
         x, y = _normal(n, WIDTHS[0], seed=1), _normal(n, WIDTHS[0], seed=2)
         entry = {
             "points": n,
-            "one_set": _seconds(lambda x=x: kernel(x), repeats),
-            "two_sets": _seconds(lambda x=x, y=y: kernel(x, y), repeats),
-            "traced": _seconds(
+            "one_set": time_first_and_repeats(lambda x=x: kernel(x), repeats),
+            "two_sets": time_first_and_repeats(lambda x=x, y=y: kernel(x, y), repeats),
+            "traced": time_first_and_repeats(
                 lambda x=x: traced_kernel(apply, params, x, progress=False), repeats
             ),
         }
         if jacobian_points:
-            whole = _median(result["jacobian_tiles"]) * (n / jacobian_points) ** 2
+            whole = median_repeat(result["jacobian_tiles"]) * (n / jacobian_points) ** 2
             entry["jacobian_tiles_extrapolated_seconds"] = whole
-            entry["times_faster_than_jacobian_tiles"] = whole / _median(entry["one_set"])
+            entry["times_faster_than_jacobian_tiles"] = whole / median_repeat(entry["one_set"])
         sizes.append(entry)
     result["sizes"] = sizes
     return result
@@ -152,16 +122,18 @@ def bench_finite(points: tuple[int, ...], jacobian_points: int, repeats: int) ->
 
 def bench_memory() -> list[dict[str, Any]]:
     """Bytes above the result at the peak of a repeated call, against the byte budget."""
-    apply, params = finite_network()
+    apply, params = plain_relu_network(WIDTHS)
     x, vectors, images = _normal(500, WIDTHS[0]), _normal(2000, WIDTHS[0]), _normal(16, 32, 32, 3)
     calls = {
         "finite, 500 points": lambda: (
             empirical_kernel(apply, params, x, tile_bytes=MEMORY_BYTES, progress=False).value
         ),
-        "fcnn, 2000 vectors": lambda: fcnn().kernel(
+        "fcnn, 2000 vectors": lambda: make_network(FCNN).kernel(
             vectors, tile_bytes=MEMORY_BYTES, progress=False
         ),
-        "cnn, 16 images": lambda: cnn().kernel(images, tile_bytes=MEMORY_BYTES, progress=False),
+        "cnn, 16 images": lambda: make_network(CNN).kernel(
+            images, tile_bytes=MEMORY_BYTES, progress=False
+        ),
     }
     return [{"what": what, **measure_memory(call)} for what, call in calls.items()]
 
@@ -214,53 +186,34 @@ def run_peer(python: str, sizes: dict[str, Any]) -> dict[str, Any]:
 def _ratios(result: dict[str, Any]) -> dict[str, float]:
     peer = result["peer"]
     ratios = {
-        "peer_over_ours_finite": _median(peer["finite"])
-        / _median(result["finite"]["sizes"][0]["two_sets"]),
-        "peer_over_ours_fcnn": _median(peer["fcnn"]) / _median(result["fcnn"][0]["seconds"]),
+        "peer_over_ours_finite": median_repeat(peer["finite"])
+        / median_repeat(result["finite"]["sizes"][0]["two_sets"]),
+        "peer_over_ours_fcnn": median_repeat(peer["fcnn"])
+        / median_repeat(result["fcnn"][0]["seconds"]),
     }
     if "cnn" in peer:
         # Neural Tangents computes both halves of a symmetric kernel.
-        theirs = _median(peer["cnn"]) / peer["cnn"]["images"] ** 2
+        theirs = median_repeat(peer["cnn"]) / peer["cnn"]["images"] ** 2
         ratios["peer_over_ours_cnn_per_pair"] = theirs / result["cnn"][0]["seconds_per_pair"]
-        ratios["peer_over_ours_cnn"] = _median(peer["cnn"]) / _median(result["cnn"][0]["seconds"])
+        ratios["peer_over_ours_cnn"] = median_repeat(peer["cnn"]) / median_repeat(
+            result["cnn"][0]["seconds"]
+        )
     return ratios
 
 
 def _time_infinite(net: infinite.Network, x: Array, repeats: int) -> dict[str, Any]:
-    seconds = _seconds(lambda: net.kernel(x, progress=False), repeats)
+    seconds = time_first_and_repeats(lambda: net.kernel(x, progress=False), repeats)
     pairs = len(x) * (len(x) + 1) // 2
     return {
         "points": len(x),
         "seconds": seconds,
         "distinct_pairs": pairs,
-        "seconds_per_pair": _median(seconds) / pairs,
+        "seconds_per_pair": median_repeat(seconds) / pairs,
     }
-
-
-def _seconds(call: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    cpu: list[float] = []
-
-    def timed() -> Any:
-        start = time.process_time()
-        value = jax.block_until_ready(call())
-        cpu.append(time.process_time() - start)
-        return value
-
-    seconds = time_calls(timed, repeats + 1)[1]
-    first = {"first": seconds[0], "first_cpu": cpu[0]}
-    return {**first, "repeat": seconds[1:], "repeat_cpu": cpu[1:]}
-
-
-def _median(seconds: dict[str, Any]) -> float:
-    return float(np.median(seconds["repeat"]))
 
 
 def _normal(*shape: int, seed: int = 0) -> Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _resident() -> int:

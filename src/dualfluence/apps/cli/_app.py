@@ -1,33 +1,29 @@
-"""Commands: thin wrappers that print tables and write files."""
+"""Commands: thin wrappers that print tables and write files.
+
+Each command imports what it needs when it runs, so that `--help` starts at once.
+"""
 
 import json
-import platform
+import platform as host
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import jax
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 
-from ..._plan import plan_command
-from ..._support.files import check_writable
-from ..._support.memory import memory_budget, total_memory
-from .. import bench as benchmarks
-from .. import demo as demonstration
-from .. import paper as experiments
-from ..compare._kit import describe_machine
-from ..paper._results import write_json
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
 app = typer.Typer(
     help="What would this model be if some training points had been different?",
     no_args_is_help=True,
     add_completion=False,
 )
-console = Console()
 GIB = 2**30
 MAX_SEED = 2**32 - 1
+"""JAX takes seeds of 32 bits in 32-bit mode."""
+
+BENCHMARKS = ("core", "kernels")
 
 
 @app.command()
@@ -38,7 +34,11 @@ def demo(
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the network.")] = 0,
 ) -> None:
     """Remove 1 to 90 % of a training set and compare every method with exact retraining."""
-    page, numbers = out / "index.html", out / "demo.json"
+    from ..._support.files import check_writable
+    from .. import demo as demonstration
+    from ..paper._results import write_json
+
+    page, numbers, console = out / "index.html", out / "demo.json", _console()
     check_writable(page)
     with console.status("starting") as status:
         result = demonstration.run_demo(
@@ -54,7 +54,7 @@ def demo(
 
 @app.command()
 def bench(
-    what: Annotated[str, typer.Argument(help="core or kernels")] = "core",
+    what: Annotated[str, typer.Argument(help=" or ".join(BENCHMARKS))] = "core",
     out: Annotated[Path | None, typer.Option(help="JSON file; by default only printed.")] = None,
     points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 500,
     repeats: Annotated[int, typer.Option(min=1, help="Repeated calls of the fast methods.")] = 7,
@@ -64,18 +64,20 @@ def bench(
     ] = None,
 ) -> None:
     """Measure the ratios that the README states, side by side in one run."""
-    runs = {
-        "core": lambda: benchmarks.bench_core(points=points, repeats=repeats),
-        "kernels": lambda: benchmarks.bench_kernels(
-            repeats=repeats, large=large, peer_python=peer_python
-        ),
-    }
-    if what not in runs:
-        raise typer.BadParameter(f"expected one of {', '.join(runs)}, got {what!r}")
+    if what not in BENCHMARKS:
+        raise typer.BadParameter(f"expected one of {', '.join(BENCHMARKS)}, got {what!r}")
+    from ..._support.files import check_writable
+    from .. import bench as benchmarks
+    from ..paper._results import write_json
+
     if out is not None:
         check_writable(out)
+    console = _console()
     with console.status(f"benchmark {what} …"):
-        result = runs[what]()
+        if what == "core":
+            result = benchmarks.bench_core(points=points, repeats=repeats)
+        else:
+            result = benchmarks.bench_kernels(repeats=repeats, large=large, peer_python=peer_python)
     console.print_json(json.dumps(result))
     if out is not None:
         write_json(out, result)
@@ -103,16 +105,15 @@ def reproduce(
     plots_only: Annotated[bool, typer.Option(help="Redraw from the JSON files.")] = False,
 ) -> None:
     """Run the paper's experiments, draw its figures, and compare with the published values."""
+    only = None if percentages is None else _whole_numbers(percentages)
+    from .. import paper as experiments
+
     if name not in (*experiments.NAMES, "all") or scale not in experiments.SCALES:
         raise typer.BadParameter(
             f"expected {', '.join(experiments.NAMES)} or all at scale "
             f"{' or '.join(experiments.SCALES)}, got {name!r} at {scale!r}"
         )
-    overrides = {
-        "percentages": None if percentages is None else _whole_numbers(percentages),
-        "epochs": epochs,
-        "matmul_precision": matmul_precision,
-    }
+    overrides = {"percentages": only, "epochs": epochs, "matmul_precision": matmul_precision}
     finished = experiments.reproduce(
         name,
         scale=scale,
@@ -155,6 +156,8 @@ def plan(
     ] = None,
 ) -> None:
     """Say what each form of the kernel costs, and which one would be taken, before any work."""
+    from ..._plan import plan_command
+
     status = plan_command(
         points,
         outputs,
@@ -171,20 +174,38 @@ def plan(
 @app.command()
 def info() -> None:
     """Say what this installation is and what it would do here."""
+    import jax
+    from rich.table import Table
+
+    from ..._support.memory import memory_budget, total_memory
+    from ..compare._machine import describe_machine
+
     table = Table(show_header=False, box=None)
     for name, value in describe_machine().items():
         table.add_row(name, str(value))
-    table.add_row("platform", platform.platform())
+    table.add_row("platform", host.platform())
     table.add_row("x64", "on" if jax.config.read("jax_enable_x64") else "off (float32)")
     table.add_row("memory", f"{total_memory() / GIB:.1f} GiB")
     budget = memory_budget()
     table.add_row(
         "dense K up to", f"{budget / GIB:.1f} GiB: n·c ≤ {int((budget / 4) ** 0.5):,} in float32"
     )
-    console.print(table)
+    _console().print(table)
 
 
-def _demo_table(result: dict[str, Any]) -> Table:
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console()
+
+
+def _demo_table(result: dict[str, Any]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from ..compare._names import RETRAINED
+    from ..demo import percent
+
     config = result["config"]
     title = f"{config['network']}, {config['points']} images, λ = {config['ridge']:g}, {config['dtype']}"
     caption = "error: distance to retraining over the change; forget, test: accuracies"
@@ -194,15 +215,15 @@ def _demo_table(result: dict[str, Any]) -> Table:
     for name in ("time", "error", "certified", "forget", "test"):
         table.add_column(name, justify="right", no_wrap=True)
     for o in result["outcomes"]:
-        new = o["method"] == "retraining"
-        cert = "" if o["certificate"] is None else demonstration.percent(o["certificate"])
+        new = o["method"] == RETRAINED
+        cert = "" if o["certificate"] is None else percent(o["certificate"])
         if new and table.row_count:
             table.add_section()
         table.add_row(
             f"{o['percent']:g} %" if new else "",
             o["method"],
             f"{1000 * o['timing']['repeat']:.4g} ms",
-            demonstration.percent(o["error"]),
+            percent(o["error"]),
             cert,
             f"{o['forget_accuracy']:.3f}",
             f"{o['test_accuracy']:.3f}",

@@ -1,1 +1,5 @@
-"""Methods side by side on the same removals, timed alike."""
+"""The comparison kit: what the demo, the benchmarks and the paper's experiments share.
+
+`_names` and `_look` are for readers of results and import neither JAX nor plotting; `_networks`,
+`_methods`, `_timing`, `_removals` and `_machine` measure.
+"""

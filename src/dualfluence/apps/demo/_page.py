@@ -6,27 +6,11 @@ import io
 from pathlib import Path
 from typing import Any
 
-from ...dual._io import write_atomically
+from ..._support.files import write_atomically
+from ..compare._look import STYLES
+from ..compare._names import RETRAINED
+from ._run import METHODS
 
-# Okabe and Ito's palette, readable with any colour vision.
-COLOURS = {
-    "retraining": "#000000",
-    "dual, one step": "#0072B2",
-    "dual, two steps": "#009E73",
-    "paper's dual form": "#D55E00",
-    "parameter space": "#CC79A7",
-    "random perturbation": "#999999",
-}
-MARKERS = {
-    "retraining": "k",
-    "dual, one step": "o",
-    "dual, two steps": "s",
-    "paper's dual form": "^",
-    "parameter space": "v",
-    "random perturbation": "x",
-}
-OPEN = {"paper's dual form": 10, "parameter space": 13}
-"""Marker sizes of what coincides with one step in most panels: drawn around it, not over it."""
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 body{color:#111;background:#fff}
@@ -46,7 +30,7 @@ def write_page(result: dict[str, Any], path: Path) -> None:
 
 def _page(result: dict[str, Any]) -> str:
     config, machine, fit = result["config"], result["machine"], result["fit"]
-    rows = "\n".join(_row(o, i) for i, o in enumerate(result["outcomes"]))
+    rows = "\n".join(_row(o) for o in result["outcomes"])
     size = config["points"] * config["outputs"]
     picture = base64.b64encode(_plots(result)).decode()
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
@@ -76,10 +60,10 @@ Measured on {html.escape(machine["device"])}, JAX {machine["jax"]}, {html.escape
 {result["seconds"]:.0f} s in all.</p></body></html>"""
 
 
-def _row(o: dict[str, Any], index: int) -> str:
+def _row(o: dict[str, Any]) -> str:
     cert = "" if o["certificate"] is None else percent(o["certificate"])
-    first = ' class="first"' if o["method"] == "retraining" else ""
-    share = f"{o['percent']:g} %" if o["method"] == "retraining" else ""
+    first = ' class="first"' if o["method"] == RETRAINED else ""
+    share = f"{o['percent']:g} %" if o["method"] == RETRAINED else ""
     iterations = "" if o["iterations"] is None else o["iterations"]
     return (
         f"<tr{first}><td>{share}</td><td>{html.escape(o['method'])}</td>"
@@ -112,18 +96,13 @@ def _plots(result: dict[str, Any]) -> bytes:
         (axes[1, 1], lambda o: o["forget_accuracy"], "accuracy on removed points", False),
     )
     for axis, value, label, log in panels:
-        for method, colour in COLOURS.items():
+        for method in METHODS:
             points = [(o["percent"], value(o)) for o in result["outcomes"] if o["method"] == method]
             points = [(x, y) for x, y in points if y is not None and (y > 0 or not log)]
-            hidden = method in ("retraining", "random perturbation") and "distance" in label
-            if points and not (hidden and method == "retraining"):
-                dashes = "--" if method == "retraining" else "-"
-                marker = None if method == "retraining" else MARKERS[method]
+            # The distance of retraining to itself says nothing.
+            if points and not (method == RETRAINED and "distance" in label):
                 xs, ys = zip(*points, strict=True)
-                look = {"markersize": OPEN[method], "mfc": "none"} if method in OPEN else {}
-                axis.plot(
-                    xs, ys, dashes, color=colour, marker=marker, label=method, alpha=0.9, **look
-                )
+                axis.plot(xs, ys, label=method, alpha=0.9, **STYLES[method])
         axis.set_xlabel("removed (% of training points)")
         axis.set_ylabel(label)
         axis.grid(alpha=0.3)

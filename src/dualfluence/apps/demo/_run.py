@@ -6,18 +6,20 @@ from dataclasses import asdict
 from typing import Any
 
 from ... import datasets
-from ..compare._kit import WARM_UP_RTOL, Comparison, Outcome, describe_machine, fully_connected
+from ..compare._machine import describe_machine
+from ..compare._methods import Settings
+from ..compare._names import ONE_STEP, PAPER, PARAMETER, RANDOM, RETRAINED, TWO_STEPS
+from ..compare._networks import fully_connected
+from ..compare._removals import WARM_UP, Outcome, Removals
+from ..paper._methods import make_methods
 
 WIDTHS = (784, 512, 512, 10)
+"""The network of the demo: small enough for a laptop."""
+
 PERCENTAGES = (1.0, 10.0, 30.0, 50.0, 70.0, 90.0)
-METHODS = (
-    "retraining",
-    "dual, one step",
-    "dual, two steps",
-    "paper's dual form",
-    "parameter space",
-    "random perturbation",
-)
+METHODS = (RETRAINED, ONE_STEP, TWO_STEPS, PAPER, PARAMETER, RANDOM)
+REPEATS = {ONE_STEP: 3, TWO_STEPS: 3}
+"""Repeated calls of the fast methods; the others run once after their warm-up."""
 
 
 def run_demo(
@@ -34,7 +36,7 @@ def run_demo(
     data = datasets.load("mnist-small")
     report(f"fitting {'-'.join(map(str, widths))} on {points} images")
     model = fully_connected(widths, seed)
-    case = Comparison(model, data, points, ridge)
+    case = Removals(model, data, points, ridge)
     outcomes: list[Outcome] = []
     for percent in percentages:
         report(f"removing {percent} %")
@@ -59,28 +61,19 @@ def run_demo(
     }
 
 
-def _all_methods(case: Comparison, percent: float) -> list[Outcome]:
-    gone = case.indices(percent)
-    truth, _ = case.retrain(gone)
-    return [
-        case.measure("retraining", case.retrain, percent, truth, repeats=1),
-        case.measure("dual, one step", case.step, percent, truth),
-        case.measure("dual, two steps", lambda g: case.step(g, 2), percent, truth),
+def _all_methods(case: Removals, percent: float) -> list[Outcome]:
+    methods = make_methods(case.trained(Settings()), METHODS[:-1])
+    warm_up = make_methods(case.trained(WARM_UP), (PAPER, PARAMETER))
+    truth, _ = methods[RETRAINED](case.indices(percent))
+    measured = [
         case.measure(
-            "paper's dual form",
-            case.paper,
+            name,
+            method,
             percent,
             truth,
-            repeats=1,
-            warm_up=lambda g: case.paper(g, WARM_UP_RTOL),
-        ),
-        case.measure(
-            "parameter space",
-            case.parameter_space,
-            percent,
-            truth,
-            repeats=1,
-            warm_up=lambda g: case.parameter_space(g, WARM_UP_RTOL),
-        ),
-        case.perturbed(percent, truth),
+            repeats=REPEATS.get(name, 1),
+            warm_up=warm_up.get(name),
+        )
+        for name, method in methods.items()
     ]
+    return [*measured, case.perturbed(percent, truth)]

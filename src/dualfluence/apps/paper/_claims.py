@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from ..compare._names import ITERATED, ONE_STEP, PAPER, PARAMETER
 from . import _published as published
 from ._claims_fig1 import fig1_claims, fig1_comparisons
-from ._methods import ITERATED, ONE_STEP, PAPER, PARAMETER
-from ._plots import ROW_TITLES, r_squared, series, values
-from ._verdicts import UNKNOWN, Claim, Comparison, span, verdict
+from ._read import ROW_TITLES, r_squared, series, values
+from ._verdicts import UNKNOWN, Claim, PublishedValue, span, verdict
 
 R_SQUARED = 0.999
 FALLEN = 0.01
@@ -20,7 +20,7 @@ def _last(results: dict[str, Any], key: str) -> dict[float, float]:
     return {ridge: v[key][-1] for ridge, v in found.items() if v is not None}
 
 
-def fig2_comparisons(results: dict[str, Any]) -> list[Comparison]:
+def fig2_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
     found = []
     for key, field in (("distance", "distance"), ("accuracy", "accuracy_network")):
         ours = _last(results, field)
@@ -28,7 +28,7 @@ def fig2_comparisons(results: dict[str, Any]) -> list[Comparison]:
             why = "another initialisation"
             if ridge == max(results["config"]["ridges"]):
                 why = _over_seeds(results, field, value)
-            found.append(Comparison(f"λ = {ridge:g}, final {key}", value, ours.get(ridge), why))
+            found.append(PublishedValue(f"λ = {ridge:g}, final {key}", value, ours.get(ridge), why))
     return found
 
 
@@ -93,7 +93,7 @@ def _gradient_falls(results: dict[str, Any], source: str) -> Claim:
     return Claim(text, source, verdict(ok), evidence)
 
 
-def fig3_comparisons(results: dict[str, Any]) -> list[Comparison]:
+def fig3_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
     found = []
     for ridge, ends in published.FIG3.items():
         prefix = f"ridge/{ridge:g}"
@@ -108,7 +108,7 @@ def fig3_comparisons(results: dict[str, Any]) -> list[Comparison]:
         for percent, value in published.at_percentages(ends).items():
             if percent in results["config"]["percentages"]:
                 label = f"λ = {ridge:g}, distance of the dual form, {percent} %"
-                found.append(Comparison(label, value, ours.get(percent), why))
+                found.append(PublishedValue(label, value, ours.get(percent), why))
     return found
 
 
@@ -233,11 +233,11 @@ def linear_claims(results: dict[str, Any]) -> list[Claim]:
     return claims
 
 
-def none(results: dict[str, Any]) -> list[Comparison]:
+def none(results: dict[str, Any]) -> list[PublishedValue]:
     return []
 
 
-COMPARISONS: dict[str, Callable[[dict[str, Any]], list[Comparison]]] = {
+COMPARISONS: dict[str, Callable[[dict[str, Any]], list[PublishedValue]]] = {
     "fig1": fig1_comparisons,
     "fig2": fig2_comparisons,
     "fig3": fig3_comparisons,

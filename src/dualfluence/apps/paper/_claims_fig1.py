@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from . import _published as published
-from ._methods import (
+from ..compare._names import (
     HELD,
     ITERATED,
     ONE_STEP,
@@ -15,12 +14,13 @@ from ._methods import (
     PARAMETER,
     PARAMETER_RELEASED,
     RELEASED,
-    RELEASED_PRECISION,
     RETRAINED,
     SHARDED,
 )
-from ._plots import ROW_TITLES, series, values
-from ._verdicts import HOLDS, PARTLY, UNKNOWN, Claim, Comparison, span, verdict
+from . import _published as published
+from ._methods import RELEASED_PRECISION
+from ._read import ROW_TITLES, series, values
+from ._verdicts import HOLDS, PARTLY, UNKNOWN, Claim, PublishedValue, span, verdict
 
 WARM_FACTOR, COLD_FACTOR = 50.0, 3.0
 CNN_DISTANCE = 1e-6
@@ -29,7 +29,7 @@ ROUNDING_DISTANCE = 1e-6
 """Distances below this are float32 rounding: none is better than another."""
 
 
-def fig1_comparisons(results: dict[str, Any]) -> list[Comparison]:
+def fig1_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
     found = []
     median = lambda name: lambda v: _median(v["warm_seconds"].get(name))  # noqa: E731
     picks: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
@@ -51,7 +51,7 @@ def fig1_comparisons(results: dict[str, Any]) -> list[Comparison]:
                 if percent in results["config"]["percentages"]:
                     label = f"{ROW_TITLES[row].split(',')[0]}, {what}, {percent} %"
                     why = _why_fig1(results, row, what, percent)
-                    found.append(Comparison(label, value, ours.get(percent), why))
+                    found.append(PublishedValue(label, value, ours.get(percent), why))
     return found
 
 

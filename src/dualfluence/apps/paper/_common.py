@@ -1,6 +1,5 @@
-"""What the experiments share: data, networks, losses, clocks and sets to forget."""
+"""What the experiments share: data, losses and sets to forget."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,11 +12,10 @@ from jaxtyping import Array, PyTree
 from ... import datasets, metrics
 from ..._support.progress import ProgressFn
 from ...dual._readout import outputs_at
-from ...infinite import AvgPool, Conv, Dense, Flatten, Network, Relu, serial
 from ...kernels._linearized import Linearized
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
 from ...models._sources import pull_back
-from ._config import B_STD, W_STD, Architecture, Data
+from ._config import Data
 from ._results import Run
 
 LoadFn = Callable[..., datasets.Dataset]
@@ -70,17 +68,6 @@ def get_points(spec: Data, context: Context) -> Points:
     return Points(x, y, y, part.y_train, x_test, y_test, y_test)
 
 
-def make_network(spec: Architecture) -> Network:
-    """The paper's networks: NTK parameterisation, `W_std = 2`, `b_std = 0.1`."""
-    if spec.kind == "fcnn":
-        hidden = [Dense(W_std=W_STD, b_std=B_STD, width=spec.width), Relu()]
-    else:
-        conv = Conv((3, 3), padding="SAME", W_std=W_STD, b_std=B_STD, width=spec.width)
-        hidden = [conv, Relu(), AvgPool((2, 2), strides=(2, 2))]
-    tail = [Flatten()] if spec.kind == "cnn" else []
-    return serial(*hidden * spec.depth, *tail, Dense(W_std=W_STD, b_std=B_STD))
-
-
 def num_outputs(spec: Data) -> int:
     return 1 if spec.two_class else len(spec.classes)
 
@@ -95,13 +82,6 @@ def forget_sets(
     size = max(1, round(len(pool) * percent / 100))
     rng = np.random.default_rng([seed, percent])
     return [np.sort(rng.choice(pool, size, replace=False)) for _ in range(count)]
-
-
-def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
-    """The result and the seconds until it is ready on the device."""
-    start = time.perf_counter()
-    result = jax.block_until_ready(fn())
-    return result, time.perf_counter() - start
 
 
 def moved_by(model: Linearized, x: Array, alpha: Array) -> PyTree:

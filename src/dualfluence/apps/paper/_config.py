@@ -3,11 +3,11 @@
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from ..compare._networks import Architecture
+
 Scale = Literal["smoke", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "paper")
 NAMES = ("fig1", "fig2", "fig3", "fig4", "linear")
-
-W_STD, B_STD = 2.0, 0.1
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,6 @@ class Data:
     def two_class(self) -> bool:
         """Two classes become one output with targets −1/+1."""
         return len(self.classes) == 2
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """`depth` hidden layers (or Conv-ReLU-AvgPool blocks) of `width` channels, NTK parameterised."""
-
-    kind: Literal["fcnn", "cnn"]
-    depth: int
-    width: int | None
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Gradient descent on the network itself, with the ridge towards its initialisation."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,13 +11,16 @@ from jaxtyping import Array, Float, PyTree
 from ..._support.progress import ProgressFn, Ticker
 from ..._support.trees import tree_norm
 from ...kernels._linearized import ApplyFn, Linearized, linearize
-from ._common import Context, Points, make_network, num_outputs
+from ..compare._networks import make_network
+from ..compare._timing import time_call
+from ._common import Context, Points, num_outputs
 from ._config import Fig2, Fig3
 
 BATCH = 10_000
 """Points per batch: all of the paper's training set at once."""
 
 CHECK_EPOCHS = 40
+"""Epochs of the precision check; doubled, it takes twice as long and sees twice the rounding."""
 OnRecord = Callable[[int, PyTree], None]
 
 
@@ -152,9 +154,9 @@ def precision_check(config: Fig2 | Fig3, context: Context, points: Points) -> di
         with jax.default_matmul_precision(precision):
             args = (model, points.x, jnp.asarray(points.y))
             train(*args, **settings)  # compiles
-            start = time.perf_counter()
-            ends.append(train(*args, **settings))
-            seconds.append((time.perf_counter() - start) / CHECK_EPOCHS)
+            done = time_call(lambda args=args: train(*args, **settings))
+            ends.append(done.result)
+            seconds.append(done.seconds / CHECK_EPOCHS)
     apart = float(tree_norm(jax.tree.map(jnp.subtract, *ends)))
     moved = float(tree_norm(jax.tree.map(jnp.subtract, ends[1], model.params)))
     return {

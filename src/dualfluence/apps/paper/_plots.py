@@ -9,22 +9,19 @@ import matplotlib
 import matplotlib.figure
 import numpy as np
 
-from . import _published as published
-from ._methods import (
+from ..compare._look import COLOURS, PUBLISHED, SCALE, STYLES
+from ..compare._names import (
     COMPARED,
     HELD,
     ITERATED,
     ONE_STEP,
-    PAPER,
-    PAPER_RELEASED,
-    PARAMETER,
-    PARAMETER_RELEASED,
     RANDOM,
     RELEASED,
     RETRAINED,
-    SHARDED,
     TANGENT,
 )
+from . import _published as published
+from ._read import ROW_TITLES, r_squared, series, values
 from ._results import write_bytes
 
 matplotlib.use("Agg")
@@ -32,24 +29,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-# Okabe and Ito's palette, safe for colour-blind readers; every method also has its own marker.
-STYLES: dict[str, dict[str, Any]] = {
-    PARAMETER: {"color": "#E69F00", "marker": "o", "markersize": 10, "mfc": "none"},
-    PAPER: {"color": "#0072B2", "marker": "s", "markersize": 7},
-    PARAMETER_RELEASED: {"color": "#E69F00", "marker": "o", "linestyle": "-.", "markersize": 5},
-    PAPER_RELEASED: {"color": "#0072B2", "marker": "s", "linestyle": "-.", "mfc": "white"},
-    SHARDED: {"color": "#56B4E9", "marker": "D", "markersize": 4},
-    ONE_STEP: {"color": "#009E73", "marker": "^"},
-    HELD: {"color": "#009E73", "marker": "d", "linestyle": "--", "mfc": "white"},
-    ITERATED: {"color": "#D55E00", "marker": "v"},
-    TANGENT: {"color": "#CC79A7", "marker": "P"},
-    RANDOM: {"color": "#777777", "marker": "x", "linestyle": ":"},
-    RETRAINED: {"color": "#000000", "linestyle": "--"},
-}
-RIDGE_COLOURS = ("#0072B2", "#009E73", "#E69F00", "#D55E00")
-PUBLISHED = {"color": "#000000", "marker": "*", "linestyle": "none", "markersize": 9, "mfc": "none"}
 OTHER_SEEDS = {"color": "#444444", "marker": "_", "linestyle": "none", "markersize": 12}
-ROW_TITLES = {"fcnn": "FCNN, MNIST", "cnn": "CNN, CIFAR-10 classes 0 and 1"}
 FONTS: Any = {
     "font.size": 10,
     "axes.titlesize": 10.5,
@@ -64,6 +44,7 @@ FONTS: Any = {
     "figure.facecolor": "white",
 }
 DPI = 150
+"""Dots per inch of the figures; doubled, the report takes four times the bytes."""
 
 
 def draw(results: dict[str, Any], folder: Path) -> Path:
@@ -76,26 +57,6 @@ def draw(results: dict[str, Any], folder: Path) -> Path:
     path = folder / f"{name}.png"
     write_bytes(path, buffer.getvalue())
     return path
-
-
-def values(results: dict[str, Any], key: str) -> dict[str, Any] | None:
-    """The values of a piece, if it was computed."""
-    piece = results["pieces"].get(key)
-    return None if piece is None else piece["values"]
-
-
-def series(
-    results: dict[str, Any], prefix: str, pick: Callable[[dict[str, Any]], Any], suffix: str = ""
-) -> tuple[list[int], list[Any]]:
-    """Percentages and what `pick` finds at each of them."""
-    xs, ys = [], []
-    for percent in results["config"]["percentages"]:
-        found = values(results, f"{prefix}/{percent}{suffix}")
-        value = None if found is None else pick(found)
-        if value is not None:
-            xs.append(percent)
-            ys.append(value)
-    return xs, ys
 
 
 def caption(results: dict[str, Any]) -> str:
@@ -206,7 +167,7 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
     figure, axes = _new(results, 1, 4, 3.9, 3.4, "A network beside its linearisation")
     distance, rmse, accuracy, gradient = axes[0]
     handles = []
-    for ridge, colour in zip(results["config"]["ridges"], RIDGE_COLOURS, strict=False):
+    for ridge, colour in zip(results["config"]["ridges"], SCALE, strict=False):
         found = values(results, f"ridge/{ridge:g}")
         handles.append(Line2D([], [], color=colour, label=f"λ = {ridge:g}"))
         if found is None:
@@ -282,9 +243,9 @@ def draw_fig3(results: dict[str, Any]) -> Figure:
 
 
 LOSS_VARIANTS = {
-    "loss_with_ridge": ("with the ridge term (eq. 9)", "#0072B2", "s"),
-    "loss_without_ridge": ("without it, first order", "#E69F00", "o"),
-    "loss_evaluated": ("without it, loss evaluated", "#009E73", "^"),
+    "loss_with_ridge": ("with the ridge term (eq. 9)", SCALE[0], "s"),
+    "loss_without_ridge": ("without it, first order", SCALE[2], "o"),
+    "loss_evaluated": ("without it, loss evaluated", SCALE[3], "^"),
 }
 
 
@@ -302,8 +263,8 @@ def draw_fig4(results: dict[str, Any]) -> Figure:
             pair[1].set(title=f"{name}, trained {words}:\nchange of loss")
             if found is None:
                 continue
-            outputs = {"paper's dual form / ours, one step": (ONE_STEP, "#0072B2", "s"),
-                       "ours, iterated": (ITERATED, "#D55E00", "v")}  # fmt: skip
+            outputs = {"paper's dual form / ours, one step": (ONE_STEP, COLOURS[ONE_STEP], "s"),
+                       "ours, iterated": (ITERATED, COLOURS[ITERATED], "v")}  # fmt: skip
             for label, (method, colour, marker) in outputs.items():
                 got = np.ravel(found["estimates"][method]["outputs"])
                 _scatter(pair[0], np.ravel(found["actual_outputs"]), got, colour, marker, label)
@@ -315,12 +276,6 @@ def draw_fig4(results: dict[str, Any]) -> Figure:
                 axis.set(xlabel="actual change", ylabel="estimated change")
                 axis.legend(loc="upper left", fontsize=7, framealpha=0.9, handletextpad=0.2)
     return figure
-
-
-def r_squared(actual: Any, estimated: Any) -> float:
-    """Of the diagonal: `1 − Σ(actual − estimated)² / Σ(actual − mean)²`."""
-    a, e = np.ravel(actual).astype(float), np.ravel(estimated).astype(float)
-    return float(1 - np.sum((a - e) ** 2) / np.sum((a - a.mean()) ** 2))
 
 
 def _scatter(

@@ -9,7 +9,7 @@ from ._claims import CLAIMS, COMPARISONS
 from ._config import NAMES
 from ._published import SOURCE
 from ._results import read_results, write_bytes
-from ._verdicts import FAILS, HOLDS, PARTLY, Claim, Comparison
+from ._verdicts import FAILS, HOLDS, PARTLY, Claim, PublishedValue
 
 TITLES = {
     "fig1": "Figure 1: unlearning from linearised networks",
@@ -125,7 +125,7 @@ def _claims(claims: list[Claim]) -> str:
     return f"<div class='scroll'><table>{head}{''.join(rows)}</table></div>"
 
 
-def _comparisons(comparisons: list[Comparison], smoke: bool) -> str:
+def _comparisons(comparisons: list[PublishedValue], smoke: bool) -> str:
     rows = []
     for item in comparisons:
         ratio = "" if item.ratio is None else f"{item.ratio:.2g}"

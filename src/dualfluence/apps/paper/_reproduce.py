@@ -14,7 +14,7 @@ from ...datasets._files import given_folder
 from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
 from ._common import Context, LoadFn
 from ._config import NAMES, Config, Fig1, Fig4, configure
-from ._results import OutOfBudget, Run, Store, read_results
+from ._results import OutOfBudget, ResultsFolder, Run, read_results
 
 RUNNERS: dict[str, Callable[[Any, Context], None]] = {
     "fig1": _run_fig1.run,
@@ -71,7 +71,7 @@ def reproduce(
             _check_data(configs, data_dir, progress)
         for each in names:
             check_writable(folder / f"{each}.json")
-        store = Store(folder, resume=resume, budget=budget)
+        store = ResultsFolder(folder, resume=resume, budget=budget)
         for each, config in configs.items():
             run = Run(store, each, scale, config, seed)
             _execute(run, config, Context(run, seed, progress, data_dir, load))

@@ -2,13 +2,8 @@
 
 import hashlib
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,10 +11,9 @@ import jax
 import numpy as np
 
 from ..._support.files import write_atomically
-from ..._version import __version__
+from ..compare._machine import commit, device_name, environment
 from ._config import Config, as_json
 
-COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 FORMAT = 1
 KEYED = ("percentages", "ridges", "cold", "seeds")
 
@@ -28,7 +22,7 @@ class OutOfBudget(Exception):
     """The time budget is spent; what is done is on disk."""
 
 
-class Store:
+class ResultsFolder:
     """A folder of results.
 
     Pieces lie under `pieces/<experiment>/`, each with the fingerprint of the settings it came from:
@@ -71,7 +65,9 @@ class Store:
 class Run:
     """One experiment's pieces and its final file."""
 
-    def __init__(self, store: Store, name: str, scale: str, config: Config, seed: int) -> None:
+    def __init__(
+        self, store: ResultsFolder, name: str, scale: str, config: Config, seed: int
+    ) -> None:
         self.store, self.name, self.scale, self.config, self.seed = store, name, scale, config, seed
         self.pieces: dict[str, Any] = {}
         self.complete = True
@@ -174,54 +170,3 @@ def fingerprint(settings: Any) -> str:
     """Sixteen hexadecimal digits that change with the settings."""
     text = json.dumps(plain(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def device_name() -> str:
-    """The default device in words."""
-    return jax.devices()[0].device_kind
-
-
-def environment() -> dict[str, Any]:
-    """Versions, device, time and commit."""
-    packages = {p: _version(p) for p in ("jax", "jaxlib", "equinox", "numpy")}
-    return {
-        "versions": {"python": platform.python_version(), "dualfluence": __version__} | packages,
-        "device": device_name(),
-        "platform": jax.default_backend(),
-        "num_devices": jax.device_count(),
-        "cpu_count": os.cpu_count(),
-        "commit": commit(),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def commit() -> str | None:
-    """`DUALFLUENCE_COMMIT`, or that of the checkout which holds the package, if it is one."""
-    if given := os.environ.get(COMMIT_VARIABLE):
-        return given
-    try:
-        found = subprocess.run(
-            [
-                "git",
-                "-C",
-                str(Path(__file__).parent),
-                "describe",
-                "--always",
-                "--dirty",
-                "--abbrev=12",
-            ],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return found.stdout.strip() or None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

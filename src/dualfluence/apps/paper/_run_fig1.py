@@ -16,33 +16,14 @@ from ...dual._fitted import Fitted
 from ...dual._from_trained import from_trained
 from ...kernels._linearized import linearize
 from ...operators import AbstractKernelOperator
+from ..compare._methods import Method, Settings, Trained
+from ..compare._names import PAPER_RELEASED, RANDOM, RELEASED, RETRAINED, SHARDED
+from ..compare._networks import make_network
+from ..compare._timing import time_call
 from . import _cold
-from ._common import (
-    LOSSES,
-    Context,
-    accuracies,
-    forget_sets,
-    get_points,
-    make_network,
-    moved_by,
-    num_outputs,
-    timed,
-)
+from ._common import LOSSES, Context, accuracies, forget_sets, get_points, moved_by, num_outputs
 from ._config import Fig1, Row
-from ._methods import (
-    PAPER_RELEASED,
-    RANDOM,
-    RELEASED,
-    RELEASED_PRECISION,
-    RETRAINED,
-    SHARDED,
-    Method,
-    Settings,
-    device_mesh,
-    make_held,
-    make_methods,
-    make_released,
-)
+from ._methods import RELEASED_PRECISION, device_mesh, make_held, make_methods, make_released
 
 EXACT_TOLERANCE = 1e-9
 """Below what float32 reaches: exact fits stop at the floor that rounding sets."""
@@ -198,7 +179,7 @@ class LinearisedCase:
         details: dict[str, Any] = {}
         warm: dict[str, list[float]] = {}
         for base_name, (base, params) in self.trained.items():
-            methods = make_methods(base, params, points.y, self.settings)
+            methods = make_methods(Trained(base, params, points.y, self.settings))
             if base_name == "published":
                 methods |= self.held
             found: dict[str, Any] = {}
@@ -208,7 +189,9 @@ class LinearisedCase:
                     continue  # the same solution as unsharded; its time is measured above
                 found[name], details[base_name][name] = method(gone)
                 if base_name == "published":
-                    warm[name] = [timed(lambda s=s, m=method: m(s)[0])[1] for s in sets[1:]]
+                    warm[name] = [
+                        time_call(lambda s=s, m=method: m(s)[0]).seconds for s in sets[1:]
+                    ]
             if base_name == "published":
                 self._released(base, params, sets, found, warm)
             found[RANDOM] = self._perturbed(params, targets[base_name], percent)
@@ -243,12 +226,14 @@ class LinearisedCase:
         self, base: Fitted, params: Any, sets: Any, found: dict[str, Any], warm: dict[str, Any]
     ) -> None:
         """Each call compiles anew; the first is not timed, as the compiler searches only then."""
-        count = self.config.released_repeats
+        count, trained = self.config.released_repeats, Trained(base, params, None, self.settings)
         if count == 0:
             return
-        for name, method in make_released(base, params, self.settings).items():
+        for name, method in make_released(trained).items():
             found[name] = jax.block_until_ready(method(sets[0])[0])
-            warm[name] = [timed(lambda s=s, m=method: m(s)[0])[1] for s in sets[1 : count + 1]]
+            warm[name] = [
+                time_call(lambda s=s, m=method: m(s)[0]).seconds for s in sets[1 : count + 1]
+            ]
 
     def _forget_sets(self, percent: int, count: int) -> list[np.ndarray]:
         where, seed = self.row.remove_from, self.context.seed

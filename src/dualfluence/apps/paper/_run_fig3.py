@@ -11,9 +11,11 @@ from ... import metrics
 from ...dual._fitted import Fitted
 from ...dual._from_trained import from_trained
 from ...losses import SquaredError
+from ..compare._methods import Settings, Trained
+from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT
 from ._common import Context, accuracies, forget_sets, get_points
 from ._config import Fig3
-from ._methods import ITERATED, RANDOM, RETRAINED, TANGENT, Settings, make_methods
+from ._methods import make_methods
 from ._nonlinear import make_model, precision_check, train, trained_network
 
 
@@ -106,9 +108,9 @@ class NonlinearCase:
         details: dict[str, Any] = {}
         bases = {None: self.base, TANGENT: self.base_at_trained}
         for label, base in bases.items():
-            methods = make_methods(base, self.params, points.y, self.settings)
-            wanted = methods if label is None else {ITERATED: methods[ITERATED]}
-            for name, method in wanted.items():
+            trained = Trained(base, self.params, points.y, self.settings)
+            names = COMPARED if label is None else (ITERATED,)
+            for name, method in make_methods(trained, names).items():
                 found[label or name], details[label or name] = method(gone)
         key = jax.random.fold_in(jax.random.key(self.context.seed), percent)
         change = metrics.distance(self.params, retrained)

@@ -14,10 +14,12 @@ from ...dual._fitted import Fitted, Update
 from ...models._sources import KernelSource, as_source
 from ...problem._edits import Remove
 from ...problem._objective import State
-from ._common import LOSSES, Context, get_points, make_network, num_outputs
+from ..compare._methods import facts
+from ..compare._names import ITERATED, ONE_STEP, PAPER
+from ..compare._networks import make_network
+from ._common import LOSSES, Context, get_points, num_outputs
 from ._config import Fig4, Row
 from ._forms import PaperCG
-from ._methods import ITERATED, ONE_STEP, PAPER, facts
 from ._remove import remove
 from ._run_fig1 import EXACT_TOLERANCE
 

@@ -12,9 +12,12 @@ from ... import metrics
 from ...dual._fit import fit
 from ...dual._fitted import Fitted
 from ...kernels._linearized import linearize
+from ..compare._methods import Settings, Trained
+from ..compare._names import ONE_STEP, PARAMETER, RETRAINED
+from ..compare._networks import B_STD, W_STD
 from ._common import LOSSES, Context, accuracies, forget_sets, get_points
-from ._config import B_STD, W_STD, Linear
-from ._methods import ONE_STEP, PARAMETER, RETRAINED, Settings, make_methods
+from ._config import Linear
+from ._methods import make_methods
 from ._run_fig1 import EXACT_TOLERANCE
 
 LOSS_NAMES = ("softmax", "squared")
@@ -90,7 +93,7 @@ class LinearCase:
         weights = (~np.isin(np.arange(points.x.shape[0]), gone)).astype(float)
         retrained = self.fit_exactly(weights, self.fitted)
         target = retrained.params()
-        methods = make_methods(self.fitted, self.params, points.y, self.settings)
+        methods = make_methods(Trained(self.fitted, self.params, points.y, self.settings))
         found, details = {}, {}
         for name, method in methods.items():
             found[name], details[name] = method(gone)

@@ -9,7 +9,7 @@ FACTOR = 2.0
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PublishedValue:
     """One published value beside ours."""
 
     what: str

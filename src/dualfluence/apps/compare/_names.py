@@ -1,0 +1,20 @@
+"""What the methods are called, in tables, figures and recorded results. Imports nothing."""
+
+ONE_STEP = "ours, one step"
+TWO_STEPS = "ours, two steps"
+ITERATED = "ours, iterated"
+TANGENT = "ours, tangent at θ*"
+HELD = "ours, one step, J held"
+PAPER = "paper's dual form"
+SHARDED = "paper's dual form, sharded"
+PAPER_RELEASED = "paper's dual form, as released"
+PARAMETER = "parameter space"
+PARAMETER_RELEASED = "parameter space, as released"
+RANDOM = "random perturbation"
+RETRAINED = "retraining"
+
+COMPARED = (PARAMETER, PAPER, SHARDED, ONE_STEP, ITERATED)
+"""What the paper's figures compare."""
+
+RELEASED = (PARAMETER_RELEASED, PAPER_RELEASED)
+"""The published methods the way their authors run them."""
