@@ -23,7 +23,7 @@ WARM_UP = Settings(cg_rtol=0.9)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Measurement:
     """One method at one share of removed points.
 
     - `method`: its name.
@@ -79,7 +79,7 @@ class Removals:
         *,
         repeats: int = 3,
         warm_up: Method | None = None,
-    ) -> Outcome:
+    ) -> Measurement:
         """Times (compiling first through `warm_up`, if given), distance and accuracies."""
         gone = self.indices(percent)
         if warm_up is not None:
@@ -87,9 +87,9 @@ class Removals:
         (params, facts), seconds = time_calls(lambda: method(gone), repeats + (warm_up is None))
         first = seconds.pop(0) if warm_up is None else None
         timing = Timing(first, float(np.median(seconds)), repeats)
-        return self._outcome(name, percent, gone, params, facts, timing, truth)
+        return self._measurement(name, percent, gone, params, facts, timing, truth)
 
-    def perturbed(self, percent: float, truth: PyTree) -> Outcome:
+    def perturbed(self, percent: float, truth: PyTree) -> Measurement:
         """The paper's random perturbation of equal norm."""
         gone = self.indices(percent)
         norm = metrics.distance(self.params, truth)
@@ -99,9 +99,9 @@ class Removals:
 
         params, seconds = time_calls(run, 2)
         timing = Timing(seconds[0], seconds[1], 1)
-        return self._outcome(RANDOM, percent, gone, params, {}, timing, truth)
+        return self._measurement(RANDOM, percent, gone, params, {}, timing, truth)
 
-    def _outcome(
+    def _measurement(
         self,
         name: str,
         percent: float,
@@ -110,11 +110,11 @@ class Removals:
         facts: dict[str, Any],
         timing: Timing,
         truth: PyTree,
-    ) -> Outcome:
+    ) -> Measurement:
         moved = metrics.distance(self.params, truth)
         distance = metrics.distance(params, truth)
         bound = facts.get("bound")
-        return Outcome(
+        return Measurement(
             method=name,
             percent=percent,
             removed=len(gone),

@@ -10,7 +10,7 @@ from ..compare._machine import describe_machine
 from ..compare._methods import Settings
 from ..compare._names import ONE_STEP, PAPER, PARAMETER, RANDOM, RETRAINED, TWO_STEPS
 from ..compare._networks import fully_connected
-from ..compare._removals import WARM_UP, Outcome, Removals
+from ..compare._removals import WARM_UP, Measurement, Removals
 from ..paper._methods import make_methods
 
 WIDTHS = (784, 512, 512, 10)
@@ -37,10 +37,10 @@ def run_demo(
     report(f"fitting {'-'.join(map(str, widths))} on {points} images")
     model = fully_connected(widths, seed)
     case = Removals(model, data, points, ridge)
-    outcomes: list[Outcome] = []
+    measured: list[Measurement] = []
     for percent in percentages:
         report(f"removing {percent} %")
-        outcomes += _all_methods(case, percent)
+        measured += _all_methods(case, percent)
     stats = case.fitted.stats
     return {
         "machine": describe_machine(),
@@ -56,12 +56,12 @@ def run_demo(
             "seed": seed,
         },
         "fit": {**stats._asdict(), "relative_bound": case.fitted.certificate.relative_bound},
-        "outcomes": [asdict(outcome) for outcome in outcomes],
+        "outcomes": [asdict(each) for each in measured],
         "seconds": time.perf_counter() - start,
     }
 
 
-def _all_methods(case: Removals, percent: float) -> list[Outcome]:
+def _all_methods(case: Removals, percent: float) -> list[Measurement]:
     methods = make_methods(case.trained(Settings()), METHODS[:-1])
     warm_up = make_methods(case.trained(WARM_UP), (PAPER, PARAMETER))
     truth, _ = methods[RETRAINED](case.indices(percent))
