@@ -12,7 +12,10 @@ from ._read import ROW_TITLES, r_squared, series, values
 from ._verdicts import UNKNOWN, Claim, PublishedValue, span, verdict
 
 R_SQUARED = 0.999
+"""From here on points count as lying on the diagonal; twice as far from 1, a visible spread passes."""
+
 FALLEN = 0.01
+"""Share of its start to which a gradient must fall; doubled, slow trainings count as faster."""
 
 
 def _last(results: dict[str, Any], key: str) -> dict[float, float]:

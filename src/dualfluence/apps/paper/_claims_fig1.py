@@ -23,8 +23,14 @@ from ._read import ROW_TITLES, series, values
 from ._verdicts import HOLDS, PARTLY, UNKNOWN, Claim, PublishedValue, span, verdict
 
 WARM_FACTOR, COLD_FACTOR = 50.0, 3.0
+"""Speedups that this library claims; doubled, the claims are twice as strong."""
+
 CNN_DISTANCE = 1e-6
+"""Distance to exact retraining that this library claims for the CNN; doubled, the claim is weaker."""
+
 ACCURACY_SLACK = 0.02
+"""Accuracies closer than this count as equal; doubled, the paper's claim holds more easily."""
+
 ROUNDING_DISTANCE = 1e-6
 """Distances below this are float32 rounding: none is better than another."""
 

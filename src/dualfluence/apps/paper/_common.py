@@ -24,7 +24,14 @@ LOSSES: dict[str, AbstractLoss] = {"softmax": SoftmaxCrossEntropy(), "squared": 
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given besides its configuration."""
+    """What a run is given besides its configuration.
+
+    - `run`: where its pieces go.
+    - `seed`: of initialisation, removals and queries.
+    - `progress`: `False` for silence, `True` or a function to report.
+    - `data_dir`: folder with data sets.
+    - `load`: where data sets come from.
+    """
 
     run: Run
     seed: int
@@ -39,7 +46,13 @@ class Context:
 
 
 class Points(NamedTuple):
-    """Training and test points; `y` are targets, `labels` what accuracy compares with."""
+    """Training and test points.
+
+    - `x`, `x_test`: features.
+    - `y`, `y_test`: targets.
+    - `labels`, `labels_test`: what accuracy compares with.
+    - `classes`: class of each training point, for choosing what to forget.
+    """
 
     x: Array
     y: np.ndarray

@@ -12,7 +12,13 @@ NAMES = ("fig1", "fig2", "fig3", "fig4", "linear")
 
 @dataclass(frozen=True)
 class Data:
-    """A balanced part of a data set; `per_class_test=None` takes as many as the rarest class has."""
+    """A balanced part of a data set.
+
+    - `dataset`: name for `datasets.load`.
+    - `classes`: labels to take.
+    - `per_class_train`, `per_class_test`: points of each class; `None` for as many test points as
+      the rarest class has.
+    """
 
     dataset: str
     classes: tuple[int, ...]
@@ -27,7 +33,12 @@ class Data:
 
 @dataclass(frozen=True)
 class Training:
-    """Full-batch gradient descent as published."""
+    """Full-batch gradient descent as published.
+
+    - `loss`: by name.
+    - `ridge`: λ.
+    - `rate`, `epochs`, `momentum`: of the descent.
+    """
 
     loss: Literal["softmax", "squared"]
     ridge: float
@@ -38,7 +49,12 @@ class Training:
 
 @dataclass(frozen=True)
 class Row:
-    """A model and its data: one row of panels."""
+    """A model and its data: one row of panels.
+
+    - `name`: key in results.
+    - `data`, `network`, `training`: what is trained, and how.
+    - `remove_from`: the class that loses points; `None` for all classes.
+    """
 
     name: str
     data: Data
@@ -49,7 +65,12 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Methods:
-    """Of the published methods' conjugate gradients, of our iterated form, and of all products."""
+    """Settings of the methods.
+
+    - `cg_steps`, `cg_rtol`: iterations and relative residual of the published methods.
+    - `until`: certified distance of our iterated form, over the norm of the parameters.
+    - `matmul_precision`: of every matrix product, as JAX names it.
+    """
 
     cg_steps: int = 500
     cg_rtol: float = 1e-8
@@ -59,7 +80,14 @@ class Methods:
 
 @dataclass(frozen=True)
 class Fig1(Methods):
-    """Unlearning from two linearised networks."""
+    """Unlearning from two linearised networks.
+
+    - `rows`: the networks.
+    - `percentages`: shares of points to remove.
+    - `repeats`: timed calls of every method.
+    - `released_repeats`: timed calls of the methods as released; 0 leaves them out.
+    - `cold`: whether first calls are timed in new processes too.
+    """
 
     rows: tuple[Row, ...]
     percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
@@ -72,7 +100,12 @@ class Fig1(Methods):
 class Fig2:
     """A network beside its linearisation while both train.
 
-    `seeds` are further initialisations, followed at the largest ridge.
+    - `data`, `network`: what is trained.
+    - `ridges`: one trajectory each.
+    - `rate`, `epochs`: of the descent.
+    - `record_every`: epochs between records.
+    - `seeds`: further initialisations, followed at the largest ridge.
+    - `matmul_precision`: of every matrix product, as JAX names it.
     """
 
     data: Data
@@ -87,7 +120,7 @@ class Fig2:
 
 @dataclass(frozen=True)
 class Fig3(Methods):
-    """Unlearning from the nonlinear network of fig. 2."""
+    """Unlearning from the nonlinear network of fig. 2; fields as in `Fig2` and `Fig1`."""
 
     data: Data
     network: Architecture
@@ -100,7 +133,12 @@ class Fig3(Methods):
 
 @dataclass(frozen=True)
 class Fig4(Methods):
-    """Estimated against actual changes of infinitely wide networks."""
+    """Estimated against actual changes of infinitely wide networks.
+
+    - `rows`: the networks.
+    - `remove_percent`: share of every class to remove.
+    - `num_queries`: test points at which changes are compared.
+    """
 
     rows: tuple[Row, ...]
     remove_percent: int = 50
@@ -109,7 +147,13 @@ class Fig4(Methods):
 
 @dataclass(frozen=True)
 class Linear(Methods):
-    """Random ReLU features with a ridge on `‖θ‖²`: a model that is linear to begin with."""
+    """Random ReLU features with a ridge on `‖θ‖²`: a model that is linear to begin with.
+
+    - `data`: where the features are taken.
+    - `num_features`: their number.
+    - `ridge`: λ.
+    - `percentages`: shares of points to remove.
+    """
 
     data: Data
     num_features: int

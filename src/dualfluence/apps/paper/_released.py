@@ -22,7 +22,7 @@ from ...kernels._linearized import Linearized
 from ...operators import DenseOperator
 
 BATCH = 100
-"""Points per Hessian-vector product in parameter space."""
+"""Points per Hessian-vector product in parameter space; doubled, it takes twice the memory."""
 
 
 @eqx.filter_jit

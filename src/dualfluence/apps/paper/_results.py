@@ -15,7 +15,10 @@ from ..compare._machine import commit, device_name, environment
 from ._config import Config, as_json
 
 FORMAT = 1
+"""Version of the results files."""
+
 KEYED = ("percentages", "ridges", "cold", "seeds")
+"""Settings that only say which pieces are wanted: a resumed run may ask for others."""
 
 
 class OutOfBudget(Exception):

@@ -6,11 +6,17 @@ from typing import Any
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
 PARTLY = "holds where measured"
 FACTOR = 2.0
+"""Published and measured values further apart than this are explained; doubled, fewer are."""
 
 
 @dataclass(frozen=True)
 class PublishedValue:
-    """One published value beside ours."""
+    """One published value beside ours.
+
+    - `what`: the quantity.
+    - `published`, `measured`: the two values; `None` where ours was not measured.
+    - `why`: the reason if they differ.
+    """
 
     what: str
     published: float
@@ -29,7 +35,13 @@ class PublishedValue:
 
 @dataclass(frozen=True)
 class Claim:
-    """A sentence, whether the numbers bear it out, and the numbers."""
+    """A claim and whether the numbers bear it out.
+
+    - `text`: the claim.
+    - `source`: who makes it.
+    - `verdict`: one of `HOLDS`, `FAILS`, `PARTLY`, `UNKNOWN`.
+    - `evidence`: the numbers.
+    """
 
     text: str
     source: str
