@@ -144,8 +144,8 @@ def test_divergence_names_the_bound(momentum):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"rate": 0.0}, "rate must be positive"),
-        ({"epochs": 0}, "epochs must be at least 1"),
+        ({"rate": 0.0}, "rate must be a positive number"),
+        ({"epochs": 0}, "epochs must be a whole number, at least 1"),
         ({"momentum": 1.0}, "momentum must be in"),
         ({"record_every": 0}, "record_every"),
         ({"retain": [0, 99]}, "retain: indices must be in"),

@@ -15,6 +15,7 @@ from . import solvers as solvers
 from . import store as store
 from ._plan import PlanError as PlanError
 from ._plan import plan as plan
+from ._support.checks import NotFinite as NotFinite
 from ._support.files import FileError as FileError
 from ._version import __version__ as __version__
 from .dual._descent import Descent as Descent

@@ -22,6 +22,7 @@ from ._support.memory import (
     tile_budget,
     total_memory,
 )
+from ._support.options import check_choice, check_count, check_positive, maybe
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
 """Assumed bytes per second of a stream through `K`, for another machine than this one."""
@@ -172,16 +173,29 @@ def plan(
     - `bandwidth`: bytes per second through `K`, if you know them.
     - `products`: products with `K`.
     """
-    _check_sizes(
-        n=n, c=c, devices=devices, rank=rank, num_params=num_params, memory=memory, tile=tile,
-        activation_bytes=activation_bytes, bandwidth=bandwidth, products=products,
-    )  # fmt: skip
-    if disk is not None and disk < 0:
-        raise ValueError(f"plan: disk must not be negative, got {disk}.")
-    if structure not in ("dense", "kronecker"):
-        raise ValueError(f"plan: structure must be 'dense' or 'kronecker', got {structure!r}.")
-    if platform is not None and platform not in BANDWIDTH:
-        raise ValueError(f"plan: platform must be one of {(*BANDWIDTH,)}, got {platform!r}.")
+    n, c, devices, rank, products = (
+        check_count(f"plan: {name}", value)
+        for name, value in (
+            ("n", n),
+            ("c", c),
+            ("devices", devices),
+            ("rank", rank),
+            ("products", products),
+        )
+    )
+    num_params, memory, tile, activation_bytes = (
+        maybe(check_count, f"plan: {name}", value)
+        for name, value in (
+            ("num_params", num_params),
+            ("memory", memory),
+            ("tile", tile),
+            ("activation_bytes", activation_bytes),
+        )
+    )
+    disk = maybe(check_count, "plan: disk", disk, least=0)
+    bandwidth = maybe(check_positive, "plan: bandwidth", bandwidth)
+    check_choice("plan: structure", structure, ("dense", "kronecker"))
+    maybe(check_choice, "plan: platform", platform, choices=tuple(BANDWIDTH))
     size = _itemsize(dtype)
     memory = total_memory() if memory is None else memory
     stream, compute = (
@@ -230,17 +244,11 @@ def plan(
     )
 
 
-def _check_sizes(**sizes: Any) -> None:
-    for name, value in sizes.items():
-        if value is not None and not value >= 1:
-            raise ValueError(f"plan: {name} must be at least 1, got {value}.")
-
-
 def _itemsize(dtype: Any) -> int:
     try:
         if jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
             return jnp.dtype(dtype).itemsize
-    except TypeError:
+    except (TypeError, ValueError, AttributeError):
         pass
     raise ValueError(f"plan: dtype must be a floating-point one, e.g. 'float32', got {dtype!r}.")
 

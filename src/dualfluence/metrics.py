@@ -11,7 +11,17 @@ import numpy as np
 from jaxtyping import PRNGKeyArray, PyTree
 
 from ._support import trees as _trees
-from ._support.checks import check_finite, check_indices, check_range, check_rows
+from ._support.checks import (
+    as_array,
+    check_concrete,
+    check_finite,
+    check_indices,
+    check_number,
+    check_numbers,
+    check_range,
+    check_rows,
+)
+from ._support.options import check_function, check_key
 
 
 @dataclass(frozen=True)
@@ -25,6 +35,7 @@ class UnlearningReport:
 
 def tree_norm(params: PyTree) -> float:
     """`‖θ‖` over floating leaves."""
+    _check_tree("tree_norm: params", params)
     value = float(_trees.tree_norm(params))
     if not np.isfinite(value):
         raise ValueError("tree_norm: the parameters have NaN or inf, or their squares overflow.")
@@ -33,6 +44,8 @@ def tree_norm(params: PyTree) -> float:
 
 def distance(params_a: PyTree, params_b: PyTree) -> float:
     """`‖θ_a − θ_b‖` over floating leaves."""
+    _check_tree("distance: params_a", params_a)
+    _check_tree("distance: params_b", params_b)
     trees = jax.tree.structure(params_a), jax.tree.structure(params_b)
     if trees[0] != trees[1]:
         raise ValueError(f"distance: trees differ in structure, {trees[0]} and {trees[1]}.")
@@ -60,6 +73,9 @@ def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTre
 
     **Returns:** the perturbed parameters, a pytree like `params`.
     """
+    check_key("random_perturbation: key", key)
+    _check_tree("random_perturbation: params", params)
+    norm = check_number("random_perturbation: norm", norm)
     if not (np.isfinite(norm) and norm >= 0):
         raise ValueError(f"random_perturbation: norm must be finite and not negative, got {norm}.")
     theta, rest = eqx.partition(jax.tree.map(_as_array, params), eqx.is_inexact_array)
@@ -83,7 +99,8 @@ def accuracy(outputs: Any, labels: Any) -> float:
     One output: positive or not decides, zero counts as not. Labels are -1/+1 or 0/1, as `(n,)` or
     `(n, 1)`.
     """
-    f, y = np.asarray(outputs), np.asarray(labels)
+    f = np.asarray(as_array("accuracy outputs", outputs))
+    y = np.asarray(as_array("accuracy labels", labels))
     if f.ndim != 2 or f.size == 0:
         raise ValueError(f"accuracy: outputs must have shape (n, c), not empty, got {f.shape}.")
     check_finite("accuracy outputs", f)
@@ -109,19 +126,47 @@ def unlearning_report(
     - `forgotten`: positions of the removed points.
     - `x_test`, `y_test`: points that were never trained on.
     """
-    labels = np.asarray(y)
-    gone = check_indices("unlearning_report", forgotten)
-    outputs = np.asarray(predict(x))
+    check_function("unlearning_report: predict", predict, "of x")
+    labels = np.asarray(as_array("unlearning_report: y", y))
+    gone = check_indices("unlearning_report: forgotten", forgotten)
+    outputs = _predicted(predict, x)
     check_rows("y", labels, outputs.shape[0], "point of x")
-    check_range("unlearning_report", gone, outputs.shape[0])
+    check_range("unlearning_report: forgotten", gone, outputs.shape[0])
     kept = np.setdiff1d(np.arange(outputs.shape[0]), gone)
     if kept.size == 0:
         raise ValueError("unlearning_report: every training point is forgotten, none is retained.")
     return UnlearningReport(
         forgotten=accuracy(outputs[gone], labels[gone]),
         retained=accuracy(outputs[kept], labels[kept]),
-        test=accuracy(predict(x_test), y_test),
+        test=accuracy(_predicted(predict, x_test), y_test),
     )
+
+
+def _check_tree(name: str, params: PyTree) -> None:
+    """Raise for a tree whose norm is none: traced or complex leaves, or no tree of arrays at all."""
+    leaves = jax.tree.leaves(params)
+    for leaf in leaves:
+        check_concrete(name, leaf)
+        if eqx.is_inexact_array_like(leaf):
+            check_numbers(name, leaf)
+    if len(leaves) == 1 and leaves[0] is params and not eqx.is_array_like(params):
+        raise TypeError(f"{name}: expected a pytree of arrays, got {type(params).__name__}.")
+
+
+def _predicted(predict: Callable[[Any], Any], x: Any) -> np.ndarray:
+    """Outputs by the user's function, whose failures name it."""
+    try:
+        outputs = predict(x)
+    except Exception as error:
+        raise ValueError(
+            f"unlearning_report: predict(x) fails: {type(error).__name__}: {error}"
+        ) from error
+    array = np.asarray(as_array("unlearning_report: predict(x)", outputs))
+    if array.ndim != 2:
+        raise ValueError(
+            f"unlearning_report: predict(x) must return shape (n, c), got {array.shape}."
+        )
+    return array
 
 
 def _as_array(leaf: Any) -> Any:

@@ -417,7 +417,7 @@ def test_loss_with_negative_curvature_is_an_error():
         ({"edit": lambda e: dfl.Remove(np.arange(11))}, "every point has been removed"),
         ({"ridge": lambda r: 0.0}, "ridge: λ must be a positive"),
         ({"weights": lambda w: -np.ones(11)}, "weights must be"),
-        ({"batch_size": lambda b: 0}, "batch_size must be at least 1"),
+        ({"batch_size": lambda b: 0}, "batch_size must be a whole number, at least 1"),
     ],
 )
 def test_bad_input(change, message):

@@ -19,8 +19,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._support.checks import check_finite, check_indices, check_range, check_rows
+from .._support.checks import (
+    NotFinite,
+    as_array,
+    as_dtype,
+    check_finite,
+    check_indices,
+    check_number,
+    check_queries,
+    check_range,
+    check_rows,
+    training_weights,
+)
 from .._support.compile import filter_jit
+from .._support.options import check_count, check_positive, maybe
 from .._support.progress import ProgressFn, Ticker
 from ..losses import AbstractLoss
 from ..models._sources import as_source
@@ -96,28 +108,31 @@ def kernel_gradient_descent(
     **Returns:** `Descent`. Raises `FloatingPointError` if it diverges.
     """
     clock = Clock()
-    _check_settings(rate, epochs, momentum, record_every)
+    rate, epochs, momentum, record_every = _check_settings(rate, epochs, momentum, record_every)
     source = as_source(model, x)
-    weights = _sample_weights(retain, np.shape(y)[0])
+    weights = _sample_weights(retain, as_array("y", y))
     data, op, offset, _ = prepare(
         source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op
     )
     layout = op.layout
     if initial_outputs is not None:
         shape = (data.num_points, offset.shape[1])
-        offset = layout.place(_initial(initial_outputs, shape, offset.dtype), "last")
+        start = _initial("initial_outputs", initial_outputs, shape, offset.dtype)
+        offset = layout.place(start, "last")
+    queries = maybe(_queries, "x_query", x_query, x=data.x)
+    base = None
+    if queries is not None and initial_query_outputs is not None:
+        shape = (queries.shape[0], offset.shape[1])
+        base = _initial("initial_query_outputs", initial_query_outputs, shape, offset.dtype)
     problem = make_problem(data, loss, float(ridge), offset, layout)
     state, norms, recorded = _descend(
         op, problem, rate, momentum, epochs, record_every or CHUNK, progress
     )
     query_outputs = None
-    if x_query is not None:
-        query_outputs = source.cross_mv(
-            jnp.asarray(x_query), data.x, layout.points(state.alpha), progress
-        )
-        base = initial_query_outputs
+    if queries is not None:
+        query_outputs = source.cross_mv(queries, data.x, layout.points(state.alpha), progress)
         if base is None:
-            base = source.base_outputs(jnp.asarray(x_query), offset.shape[1])
+            base = source.base_outputs(queries, offset.shape[1])
         query_outputs = query_outputs if base is None else query_outputs + jnp.asarray(base)
     marks = np.arange(0, epochs + 1, record_every) if record_every else np.arange(0)
     if record_every and marks[-1] != epochs:
@@ -213,48 +228,58 @@ def _check_progress(
     first, last = float(norms[0][0]), float(norms[-1][-1])
     if np.isfinite(last) and last <= GROWTH * max(first, 1e-30):
         return
+    if not np.isfinite(first):
+        raise NotFinite(
+            "kernel_gradient_descent: the gradient overflows before the first epoch. Scale features, "
+            "targets and initial outputs to ordinary size, or use float64."
+        )
     curvature = float(largest_curvature(op, problem))
     bound = 2 * (1 + momentum) / (float(problem.ridge) + curvature)
     rule = "2/(λ + λmax)" if momentum == 0 else "2(1 + momentum)/(λ + λmax)"
-    raise FloatingPointError(
+    raise NotFinite(
         f"kernel_gradient_descent: diverged, ‖∇L‖ went from {first:.3g} to {last:.3g}. The rate "
         f"{rate:.3g} is too large: it must stay below {rule} = {bound:.3g}, with λmax = "
         f"{curvature:.3g} the largest eigenvalue of WK at the initial outputs."
     )
 
 
-def _check_settings(rate: float, epochs: int, momentum: float, record_every: int | None) -> None:
-    if not (np.isfinite(rate) and rate > 0):
-        raise ValueError(f"kernel_gradient_descent: rate must be positive, got {rate}.")
-    if epochs < 1:
-        raise ValueError(f"kernel_gradient_descent: epochs must be at least 1, got {epochs}.")
-    if not 0 <= momentum < 1:
-        raise ValueError(f"kernel_gradient_descent: momentum must be in [0, 1), got {momentum}.")
-    if record_every is not None and record_every < 1:
-        raise ValueError(
-            f"kernel_gradient_descent: record_every must be at least 1, got {record_every}."
-        )
+def _check_settings(
+    rate: Any, epochs: Any, momentum: Any, record_every: Any
+) -> tuple[float, int, float, int | None]:
+    what = "kernel_gradient_descent"
+    speed = check_number(f"{what}: momentum", momentum)
+    if not 0 <= speed < 1:
+        raise ValueError(f"{what}: momentum must be in [0, 1), got {momentum}.")
+    return (
+        check_positive(f"{what}: rate", rate),
+        check_count(f"{what}: epochs", epochs),
+        speed,
+        maybe(check_count, f"{what}: record_every", record_every),
+    )
 
 
-def _sample_weights(retain: Any, num_points: int) -> np.ndarray | None:
+def _sample_weights(retain: Any, targets: Any) -> np.ndarray | None:
     """Positions or one weight per point, as weights."""
     if retain is None:
         return None
-    array = np.asarray(retain)
-    if array.dtype != bool and not np.issubdtype(array.dtype, np.integer):
+    check_rows("y", targets, targets.shape[0] if targets.ndim else 1, "training point")
+    num_points = targets.shape[0]
+    array = np.asarray(as_array("retain", retain))
+    if not jnp.issubdtype(array.dtype, jnp.integer):
         check_rows("retain", array, num_points, "training point")
-        return array
-    if array.dtype == bool:
-        check_rows("retain", array, num_points, "training point")
-        return array.astype(float)
+        return training_weights("retain", array, num_points)
     kept = check_indices("retain", array)
     check_range("retain", kept, num_points)
     return np.isin(np.arange(num_points), kept).astype(float)
 
 
-def _initial(outputs: Any, shape: tuple[int, int], dtype: Any) -> np.ndarray:
-    array = np.asarray(outputs, dtype)
+def _queries(name: str, x_query: Any, x: Array) -> Array:
+    return check_queries(x_query, x, name)
+
+
+def _initial(name: str, outputs: Any, shape: tuple[int, int], dtype: Any) -> Array:
+    array = as_dtype(name, outputs, dtype)
     if array.shape != shape:
-        raise ValueError(f"initial_outputs: expected shape {shape}, got {tuple(array.shape)}.")
-    check_finite("initial_outputs", array)
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(array.shape)}.")
+    check_finite(name, array)
     return array

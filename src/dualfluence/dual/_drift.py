@@ -8,8 +8,7 @@ answer bounds the whole chain, because it is about the edited objective and not 
 import sys
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from .._support.options import check_positive, maybe
 from ..problem._certificate import Certificate
 from ._record import Stats
 
@@ -26,15 +25,7 @@ class Chain(NamedTuple):
 
 def check_drift(drift: Any) -> None:
     """Raise unless `drift` is `None` or a positive relative distance."""
-    if drift is None:
-        return
-    number = isinstance(drift, (int, float, np.integer, np.floating)) and not isinstance(
-        drift, bool
-    )
-    if not (number and 0 < drift < np.inf):
-        raise ValueError(
-            f"edit: drift must be a positive share of ‖θ − θ₀‖, such as 0.01, got {drift!r}."
-        )
+    maybe(check_positive, "edit: drift", drift, what="share of ‖θ − θ₀‖, such as 0.01")
 
 
 def exceeds(certificate: Certificate, drift: float | None) -> bool:

@@ -6,14 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
-from .._support.checks import check_finite, check_fraction, check_solver
+from .._support.checks import as_features, check_fraction
+from .._support.options import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_instance,
+    check_on_failure,
+    check_positive,
+    check_progress,
+    check_solver,
+    maybe,
+)
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
-from ..models._sources import as_source
+from ..models._checks import check_network
+from ..models._sources import FORMS, as_source
 from ..operators import (
     AbstractKernelOperator,
 )
@@ -27,6 +38,7 @@ from ..solvers import (
 from ._fitted import Fitted, Settings
 from ._record import Clock, OnFailure
 from ._setup import (
+    check_sketch,
     choose_form,
     make_preconditioner,
     mesh_of,
@@ -79,7 +91,7 @@ def fit(
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.
     - `kernel_op`: `K` on these points, if you have it: `store.build(...).operator()` for one on
-      disk, `low_rank(...)`, or any operator. `model` then serves base outputs and queries.
+      disk, `kernel_operator(...)`, or any operator. `model` then serves base outputs and queries.
     - `refine`: with a float32 kernel, keep dual variables and residuals in float64 and refine the
       float32 solves, here and in edits: float64 accuracy (for `K` as it is stored) at float32's price.
     - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
@@ -95,8 +107,13 @@ def fit(
     """
     check_solver("fit", solver, (AbstractDualSolver, Auto))
     check_fraction("fit: rtol", rtol)
-    if tolerance is not None and not 0 < tolerance < np.inf:
-        raise ValueError(f"fit: tolerance must be a positive number, got {tolerance}.")
+    tolerance = maybe(check_positive, "fit: tolerance", tolerance)
+    max_steps = check_count("fit: max_steps", max_steps)
+    refine = check_flag("fit: refine", refine)
+    example = "one of jax.lax.Precision, e.g. jax.lax.Precision.HIGHEST"
+    maybe(check_instance, "fit: precision", precision, kinds=jax.lax.Precision, example=example)
+    rank = check_sketch("fit", rank, key)
+    check_on_failure("fit", on_failure)
     clock = Clock()
     source = place_source(as_source(model, x), mesh_of(kernel_op) if mesh is None else mesh)
     setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
@@ -129,11 +146,14 @@ def kernel_operator(
     - `num_outputs`: `c` for a kernel without a network; 1 by default.
     - `mesh`: devices that share the rows; each computes its own, and none ever holds more.
     """
+    check_choice("kernel_operator: form", form, FORMS)
+    check_progress("kernel_operator", progress)
+    c = maybe(check_count, "kernel_operator: num_outputs", num_outputs) or 1
     source = place_source(as_source(model, x), mesh)
-    features = jnp.asarray(x)
-    check_finite("x", features)
+    features = as_features("x", x)
     network = source.network
-    c = network.apply_shape(features)[1] if network is not None else num_outputs or 1
+    if network is not None:
+        c = check_network(network, features, num_outputs)
     dtype = network.dtype if network is not None else jnp.result_type(float)
     form, _ = choose_form(source, form, features.shape[0], c, dtype)
     op = source.operator(features, c, form=form, progress=progress)

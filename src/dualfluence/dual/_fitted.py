@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,17 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from .._plan import check_fits
-from .._support.checks import OVERFLOW, check_finite, check_fraction, check_queries, check_solver
+from .._support.checks import OVERFLOW, check_finite, check_fraction, check_queries
+from .._support.options import (
+    check_count,
+    check_flag,
+    check_on_failure,
+    check_path,
+    check_positive,
+    check_progress,
+    check_solver,
+    maybe,
+)
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
 from ..models._sharded import ShardedSource, spread
@@ -20,7 +29,7 @@ from ..models._sources import AbstractSource, JacobianSource, NetworkSource, mak
 from ..operators import AbstractKernelOperator
 from ..operators._layout import Device, Layout, as_mesh, on_mesh, rows_for
 from ..problem._certificate import Certificate
-from ..problem._edits import AbstractEdit, TrainingSet, apply_edits
+from ..problem._edits import AbstractEdit, TrainingSet, apply_edits, targets_like
 from ..problem._objective import Problem, State, make_problem
 from ..solvers import (
     CG,
@@ -170,12 +179,12 @@ class Fitted(DualModel):
 
         **Returns:** an `Update`.
         """
-        if not isinstance(steps, (int, np.integer)) or steps < 1:
-            raise ValueError(f"edit: steps must be a whole number, at least 1, got {steps}.")
+        steps = check_count("edit: steps", steps)
         check_solver("edit", solver, (AbstractDualSolver, Auto))
         check_fraction("edit: rtol", rtol)
-        if until is not None and not until > 0:
-            raise ValueError(f"edit: until must be a positive distance, got {until}.")
+        until = maybe(check_positive, "edit: until", until, what="distance")
+        check_on_failure("edit", on_failure)
+        check_progress("edit", progress)
         check_drift(drift)
         until = self._remaining(until)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
@@ -206,6 +215,9 @@ class Fitted(DualModel):
         Reuses the kernel, nothing else. `tolerance` is on `certificate.relative_bound`, as in `fit`.
         """
         check_solver("retrain", solver, (AbstractDualSolver, Auto))
+        tolerance = maybe(check_positive, "retrain: tolerance", tolerance)
+        check_on_failure("retrain", on_failure)
+        check_progress("retrain", progress)
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = self._extended(data, progress)
@@ -433,9 +445,11 @@ class Fitted(DualModel):
         Rows of removed points are in it unless they were purged. The model itself (a function) is
         not; `include_kernel` stores `K` as well, so that loading computes nothing.
         """
+        path = check_path("save", path)
+        check_flag("save: include_kernel", include_kernel)
         fitted = self.without_spare_rows()
         write_record(
-            Path(path),
+            path,
             data=self.data,
             op=fitted.kernel_op,
             state=fitted.state,
@@ -541,7 +555,7 @@ class Update(DualModel):
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = check_queries(xq, self.x)
-        if linearised:
+        if check_flag("delta_outputs: linearised", linearised):
             change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
             return change
@@ -570,8 +584,11 @@ class Update(DualModel):
         - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
         """
         xq = check_queries(xq, self.x)
+        check_flag("delta_loss: first_order", first_order)
+        check_flag("delta_loss: include_ridge", include_ridge)
+        check_flag("delta_loss: linearised", linearised)
         before, loss = self.before, self.before.loss
-        y = loss.prepare_targets(targets, before.num_outputs, before.offset.dtype)
+        y = targets_like("delta_loss", targets, before.data.targets, loss, before.num_outputs)
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
         f = before.predict(xq, linearised=linearised)

@@ -12,10 +12,12 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from .._support.checks import check_finite
 from .._support.compile import filter_jit
+from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
 from .._support.trees import tree_norm
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..models._checks import check_params
 from ..models._sources import NetworkSource
 from ..operators._layout import Device
 from ..problem._objective import Problem, State, make_problem
@@ -31,6 +33,7 @@ from ._newton import inspect_jit, op_diagonal, op_mv
 from ._readout import Reference
 from ._record import Clock, Stats
 from ._setup import (
+    check_sketch,
     make_preconditioner,
     place_source,
     prepare,
@@ -88,6 +91,9 @@ def from_trained(
     - other arguments: as in `fit`.
     """
     _check_trained(model, trained_params, tangent)
+    trained_params = check_params("from_trained: trained_params", model, trained_params)
+    linearised = check_flag("from_trained: linearised", linearised)
+    rank = check_sketch("from_trained", rank, key)
     clock = Clock()
     model = model.bound(x)
     # A linearisation has the Jacobian at θ₀ everywhere.
@@ -154,15 +160,14 @@ def from_trained(
 
 
 def _check_trained(model: Any, trained_params: PyTree, tangent: Any) -> None:
-    if not isinstance(model, Linearized):
-        raise TypeError("from_trained: model must come from linearize; a kernel has no parameters.")
+    example = "made by linearize; a kernel has no parameters"
+    check_instance("from_trained: model", model, Linearized, example)
     if jax.tree.structure(trained_params) != jax.tree.structure(model.params):
         raise ValueError(
             "from_trained: trained_params must have the tree structure of the parameters given to "
             f"linearize, {jax.tree.structure(model.params)}."
         )
-    if tangent not in ("initial", "trained"):
-        raise ValueError(f"from_trained: tangent must be 'initial' or 'trained', got {tangent!r}.")
+    check_choice("from_trained: tangent", tangent, ("initial", "trained"))
     for own, given in zip(*map(jax.tree.leaves, (model.params, trained_params)), strict=True):
         if np.shape(own) != np.shape(given):
             raise ValueError(

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ from jaxtyping import PyTree
 
 from .._support.archive import Damaged, checking, read_archive
 from .._support.checks import check_finite, check_ridge
+from .._support.options import check_loss, check_path, check_progress
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
 from ..losses import AbstractLoss
@@ -98,7 +98,10 @@ def load(
     - `kernel_op`: `K` on the stored points, e.g. `store.build(...).operator()`, instead of
       computing it again.
     """
-    path = Path(path)
+    path = check_path("load", path)
+    check_progress("load", progress)
+    if loss is not None:
+        check_loss("load", loss, AbstractLoss)
     header, arrays = read_archive(path, FORMAT, VERSION)
     with checking(path):
         content = _checked(header, arrays)

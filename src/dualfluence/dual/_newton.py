@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._support.checks import NotFinite, check_concrete
 from .._support.compile import filter_jit
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach
@@ -75,6 +76,7 @@ class StepReport(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
+        check_concrete("edit", packed)
         values = cls(*np.asarray(packed).tolist())
         return values._replace(
             iterations=int(values.iterations),
@@ -249,7 +251,7 @@ def check_report(report: StepReport, dtype: Any, what: str) -> None:
 def check_finite_norm(gradient_norm: float, what: str) -> None:
     """Raise unless the certificate is a number."""
     if not np.isfinite(gradient_norm):
-        raise FloatingPointError(
+        raise NotFinite(
             f"{what}: the gradient is not finite. The kernel may be indefinite, the numbers may "
             "overflow, or the ridge may be below the kernel's rounding; try float64, a larger ridge, "
             "or features and targets of ordinary size."

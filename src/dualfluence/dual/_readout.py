@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import OVERFLOW, check_finite, check_queries
 from .._support.compile import filter_jit
+from .._support.options import check_flag
 from ..kernels._linearized import Linearized
 from ..models._sources import AbstractSource
 from ..operators._layout import Layout, whole
@@ -136,7 +137,7 @@ class DualModel(abc.ABC):
         - `linearised`: `False` evaluates the network itself at `params()` instead.
         """
         xq = check_queries(xq, self.x)
-        outputs = self._outputs_at(xq, linearised)
+        outputs = self._outputs_at(xq, check_flag("predict: linearised", linearised))
         check_finite("predict", outputs, hint=OVERFLOW)
         return outputs
 

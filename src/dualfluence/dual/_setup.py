@@ -12,11 +12,28 @@ from jax.sharding import Mesh
 from jaxtyping import Array, PRNGKeyArray
 
 from .._plan import DEFAULT_RANK, check_fits
-from .._support.checks import check_finite, check_numbers, check_ridge, check_rows
+from .._support.checks import (
+    as_array,
+    as_features,
+    check_finite,
+    check_ridge,
+    check_rows,
+    training_weights,
+)
 from .._support.memory import memory_budget
+from .._support.options import (
+    check_choice,
+    check_count,
+    check_instance,
+    check_key,
+    check_loss,
+    check_progress,
+    maybe,
+)
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..models._checks import check_network
 from ..models._low_rank import AbstractLowRankSource, nystrom
 from ..models._sharded import ShardedSource
 from ..models._sources import FORMS, AbstractSource
@@ -74,33 +91,26 @@ def prepare(
 ) -> Setup:
     """Checked training set, operator and base outputs."""
     check_ridge(ridge)
-    if not isinstance(loss, AbstractLoss):
-        raise TypeError(
-            "fit: loss must be a dualfluence loss such as SoftmaxCrossEntropy(), got "
-            f"{type(loss).__name__}. Wrap your own convex function in Convex(fn)."
-        )
-    if form not in FORMS:
-        raise ValueError(f"fit: form must be one of {FORMS}, got {form!r}.")
-    check_numbers("y", y)
-    if x is None and source.network is not None:
-        raise ValueError("fit: x is None, but a network needs its training features.")
-    if x is not None:
-        check_numbers("x", x)
-    features = jnp.arange(np.shape(y)[0]) if x is None else jnp.asarray(x)
-    if features.ndim == 0 or features.shape[0] == 0:
-        raise ValueError(f"fit: x needs at least one point on axis 0, got shape {features.shape}.")
-    check_finite("x", features)
-    check_rows("y", np.asarray(y) if not hasattr(y, "ndim") else y, features.shape[0], "point of x")
+    check_loss("fit", loss, AbstractLoss)
+    check_choice("fit: form", form, FORMS)
+    check_progress("fit", progress)
+    check_kernel_op(op)
+    num_outputs = maybe(check_count, "fit: num_outputs", num_outputs)
+    targets = as_array("y", y)
+    features = enter_features(source, x, targets)
+    check_rows("y", targets, features.shape[0], "point of x")
+    samples = training_weights("fit", weights, features.shape[0])
     if source.network is not None:
+        num_outputs = check_network(source.network, features, num_outputs)
         _check_linear(source.network, features)
     base = source.base_outputs(features, num_outputs)
     if base is not None:
         check_finite("outputs of apply_fn", base)
-        num_outputs = base.shape[1]
     dtype = base.dtype if base is not None else jnp.result_type(float)
     targets = loss.prepare_targets(y, num_outputs, dtype)
     if num_outputs is None:
         num_outputs = targets.shape[1] if targets.ndim == 2 else 1
+    _check_values(loss, num_outputs, targets, dtype)
     note: tuple[str, ...] = ()
     if op is None:
         form, note = choose_form(source, form, features.shape[0], num_outputs, dtype)
@@ -112,25 +122,61 @@ def prepare(
         )
     else:
         check_same_kernel(source, features, op)
+    check_ridge(ridge, op.dtype)
     checked = check_kernel(op)
     if base is None:
         base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
     if base.dtype != dtype or op.dtype != dtype:
         base = base.astype(op.dtype)
         targets = loss.prepare_targets(y, num_outputs, op.dtype)
-    samples = np.ones(features.shape[0]) if weights is None else np.asarray(weights, float)
-    check_rows("weights", samples, features.shape[0], "point of x")
-    if samples.ndim != 1:
-        raise ValueError(
-            f"fit: weights must be a vector, one per point, got shape {samples.shape}."
-        )
-    check_finite("weights", samples)
-    if (samples < 0).any() or not samples.sum() > 0:
-        raise ValueError("fit: weights must be non-negative with a positive sum.")
     data = TrainingSet(features, targets, samples)
     return Setup(
         data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note, *source.notes)
     )
+
+
+def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:
+    """Training features; without them, the positions of a precomputed kernel."""
+    if x is not None:
+        return as_features("x", x)
+    if source.network is not None:
+        raise ValueError("fit: x is None, but a network needs its training features.")
+    check_rows("y", targets, max(1, len(targets) if targets.ndim else 1), "point")
+    num_points = targets.shape[0]
+    if source.num_positions not in (None, num_points):
+        raise ValueError(
+            f"fit: the kernel has {source.num_positions} rows, but y has {num_points}. Without x, "
+            "every row is a point; a kernel of several outputs has shape (n, c, n, c), and for a "
+            "part of a pool give positions as x."
+        )
+    return jnp.arange(num_points)
+
+
+def check_kernel_op(op: Any) -> None:
+    """Raise unless `kernel_op` is `None` or an operator."""
+    example = (
+        "an operator, from kernel_operator(...) or store.operator() (a low-rank model goes in place "
+        "of model)"
+    )
+    maybe(check_instance, "fit: kernel_op", op, kinds=AbstractKernelOperator, example=example)
+
+
+def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: Any) -> None:
+    """Raise unless the loss gives one real number per point."""
+    n = targets.shape[0]
+    outputs = jax.ShapeDtypeStruct((n, num_outputs), dtype)
+    about = f"outputs of shape {outputs.shape} and targets of shape {targets.shape}"
+    try:
+        out = jax.eval_shape(loss.value, outputs, targets)
+    except Exception as error:
+        raise ValueError(
+            f"fit: the loss fails for {about}: {type(error).__name__}: {error}"
+        ) from error
+    if getattr(out, "shape", None) != (n,) or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"fit: the loss must give one real number per point, for {about} it gives {out}. A "
+            "function in Convex takes one point's outputs and target and returns a scalar."
+        )
 
 
 def check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
@@ -183,6 +229,7 @@ def _at_precision(
 
 
 def mesh_of(op: AbstractKernelOperator | None) -> Mesh | None:
+    check_kernel_op(op)
     sharding = None if op is None else op.layout.sharding
     return sharding.mesh if sharding is not None and isinstance(sharding.mesh, Mesh) else None
 
@@ -210,6 +257,12 @@ def choose_form(
         return "dense", ()
     note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
     return "matrix-free", (note,)
+
+
+def check_sketch(what: str, rank: Any, key: Any) -> int | None:
+    """The rank of the preconditioner, if given; an error unless it and the key can be meant."""
+    maybe(check_key, f"{what}: key", key)
+    return maybe(check_count, f"{what}: rank", rank, least=0)
 
 
 class Sketched(NamedTuple):

@@ -12,7 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree, Shaped
 
+from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
+from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.progress import ProgressFn
 from .._support.trees import is_floating
 from ._apart import Apart
@@ -52,11 +54,13 @@ class Linearized(eqx.Module):
         Everything that keeps a model or its compiled programs keeps a bound one: see `Snapshot`. A
         bound model stays as it is; where `apply_fn` fails, so does this one, for `apply_shape` to say.
         """
-        shape = np.shape(x)
-        if isinstance(self.apply_fn, Snapshot) or not shape or isinstance(x, Tracer):
+        if isinstance(self.apply_fn, Snapshot) or x is None or isinstance(x, Tracer):
             return self
-        dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
-        try:
+        try:  # x as it came: what is no array is refused later, by name
+            shape = np.shape(x)
+            dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
+            if not shape:
+                return self
             now = self._snapshot(jax.ShapeDtypeStruct(shape, dtype))
         except Exception:  # user code may raise anything
             return self
@@ -189,7 +193,7 @@ class Linearized(eqx.Module):
         except Exception as error:  # user code may raise anything
             raise ValueError(
                 f"linearize: apply_fn(params, x) fails for x of shape {x.shape} and dtype {x.dtype}: "
-                f"{error}"
+                f"{type(error).__name__}: {error}"
             ) from error
         return x.shape[0], check_shape(out, x.shape[0])
 
@@ -255,11 +259,16 @@ def _diagonal(model: Linearized, x: Shaped[Array, "n ..."]) -> Float[Array, "n c
 def check_shape(out: Any, n: int) -> int:
     """The number of outputs `c`, or an error if `out` is not one array of shape `(n, c)`."""
     shape = tuple(out.shape) if hasattr(out, "shape") else None
-    if shape is None or len(shape) != 2 or shape[0] != n:
+    if shape is None or len(shape) != 2 or shape[0] != n or shape[1] == 0:
         raise ValueError(
             f"linearize: apply_fn(params, x) must return an array of shape (n, c) = ({n}, c), got "
             f"{out if shape is None else shape}. A scalar output still needs its axis: return "
             "f[:, None]."
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            "linearize: apply_fn(params, x) must return real floating-point numbers, got "
+            f"{out.dtype}. Return scores before any argmax, rounding or comparison."
         )
     return shape[1]
 
@@ -291,7 +300,14 @@ def linearize(
       last word on statistics too.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
     """
+    check_function("linearize: apply_fn", apply_fn, "of (params, x)")
+    check_choice("linearize: anchor", anchor, ("params", "zero"))
+    batch_size = maybe(check_count, "linearize: batch_size", batch_size)
+    if trainable is not None:
+        check_function("linearize: trainable", trainable, "of (path, leaf)")
     leaves, treedef = jax.tree.flatten(params)
+    for leaf in leaves:
+        check_concrete("linearize: params", leaf)
     paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     stats = statistics(params)
     mask = tuple(
@@ -308,17 +324,12 @@ def linearize(
             f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point arrays "
             "are trainable unless `trainable` rejects them; make Python numbers arrays by jnp.asarray."
         )
-    if not callable(apply_fn):
-        raise TypeError(
-            f"linearize: apply_fn must be a function of (params, x), got {type(apply_fn).__name__}."
-        )
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"linearize: batch_size must be at least 1, got {batch_size}.")
-    if anchor not in ("params", "zero"):
-        raise ValueError(f"linearize: anchor must be 'params' or 'zero', got {anchor!r}.")
     for path, leaf, used in zip(paths, leaves, mask, strict=True):
-        if used and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
-            raise ValueError(f"linearize: params{jax.tree_util.keystr(path)} has NaN or inf.")
+        name = f"linearize: params{jax.tree_util.keystr(path)}"
+        if used:
+            check_numbers(name, leaf)
+        if used and not all_finite(name, jnp.asarray(leaf)):
+            raise ValueError(f"{name} has NaN or inf.")
     arrays = [
         jnp.asarray(leaf) if used or isinstance(leaf, np.ndarray) else leaf
         for leaf, used in zip(leaves, mask, strict=True)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from .._support.checks import NotFinite
 from ._gram import TERMS_AT_ONCE, Features
 from ._prepare import Prepared, num_points
 
@@ -115,7 +116,7 @@ class FeatureStore:
             for what, flags in good.items():
                 bad = np.unique(index[~np.asarray(flags)])
                 if bad.size:
-                    raise FloatingPointError(
+                    raise NotFinite(
                         f"empirical kernel: {what} of apply_fn are not finite at {bad.size} points"
                         f" of {name}: {bad[:8].tolist()}. Check those inputs and the parameters for"
                         " NaN, infinities and overflow."

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.checks import check_finite
+from .._support.checks import as_array, as_dtype, check_finite
 from ._factors import AbstractFactor
 
 
@@ -55,12 +55,13 @@ class AbstractLoss(eqx.Module):
 
 def numeric_targets(name: str, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
     """Real targets as `(n, c)`; a vector of `n` numbers is taken as one output."""
-    array = jnp.asarray(targets)
+    array = as_array(f"{name} targets", targets)
     if array.ndim == 1 and num_outputs in (None, 1):
         array = array.reshape(-1, 1)
-    if array.ndim != 2 or (num_outputs is not None and array.shape[1] != num_outputs):
+    wrong = num_outputs is not None and array.shape[1:] != (num_outputs,)
+    if array.ndim != 2 or wrong or array.shape[1] == 0:
         want = "(n, c)" if num_outputs is None else f"(n, {num_outputs})"
         raise ValueError(f"{name}: targets must have shape {want}, got {tuple(array.shape)}.")
-    array = array.astype(dtype)
-    check_finite(f"{name} targets", array)
-    return array
+    cast = as_dtype(f"{name} targets", array, dtype)
+    check_finite(f"{name} targets", cast)
+    return cast

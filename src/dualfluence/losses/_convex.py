@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.checks import check_finite
+from .._support.checks import as_dtype, as_jax, check_finite
+from .._support.options import check_function
 from ._base import AbstractLoss
 from ._factors import BlockFactor
 
@@ -29,13 +30,20 @@ class Convex(AbstractLoss):
     fn: Callable[[Array, Array], Array] = eqx.field(static=True)
     name: str = eqx.field(static=True, default="convex")
 
+    def __check_init__(self) -> None:
+        check_function("Convex: fn", self.fn, "of one point's outputs and target")
+
     def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
-        array = jnp.asarray(targets)
+        array = as_jax("Convex targets", targets)
         if array.ndim == 0:
             raise ValueError("Convex: targets need one row per point, got a scalar.")
         check_finite("Convex targets", array)
         floating = all(jnp.issubdtype(d, jnp.inexact) for d in (array.dtype, dtype))
-        return array.astype(dtype) if floating else array
+        if not floating:
+            return array
+        cast = as_dtype("Convex targets", array, dtype)
+        check_finite("Convex targets", cast)
+        return cast
 
     def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
         return jax.vmap(self.fn)(outputs, targets)

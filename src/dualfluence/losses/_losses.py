@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.checks import check_finite
+from .._support.checks import as_array, check_finite
+from .._support.memory import total_memory
 from ._base import AbstractLoss, numeric_targets
 from ._factors import DiagonalFactor, SoftmaxFactor
 
@@ -41,9 +43,10 @@ class SoftmaxCrossEntropy(AbstractLoss):
     """`logsumexp(f) − y·f`, targets as class indices `(n,)` or probabilities `(n, c)`."""
 
     def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
-        array = jnp.asarray(targets)
+        array = as_array("SoftmaxCrossEntropy targets", targets)
         if array.ndim == 1:
-            return _one_hot(array, num_outputs, dtype)
+            # On the host and as wide as they came: 32-bit JAX would wrap 2**32 to class 0.
+            return _one_hot(np.asarray(array), num_outputs, dtype)
         probs = numeric_targets("SoftmaxCrossEntropy", array, num_outputs, dtype)
         off = float(jnp.max(jnp.abs(jnp.sum(probs, axis=1) - 1))) if probs.size else 0.0
         if off > PROBABILITY_SLACK or float(jnp.min(probs, initial=0.0)) < 0:
@@ -118,11 +121,11 @@ class Logistic(AbstractLoss):
         return DiagonalFactor(jnp.sqrt(weights).reshape(-1, 1) * jnp.exp(0.5 * log_curvature))
 
 
-def _one_hot(labels: Array, num_outputs: int | None, dtype: Any) -> Array:
+def _one_hot(labels: np.ndarray, num_outputs: int | None, dtype: Any) -> Array:
     check_finite("SoftmaxCrossEntropy targets", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(
-            f"SoftmaxCrossEntropy: class indices must be integers, got dtype {labels.dtype}. "
+            f"SoftmaxCrossEntropy: labels must be integers, got dtype {labels.dtype}. "
             "For probabilities give an array of shape (n, c)."
         )
     low, high = (int(labels.min()), int(labels.max())) if labels.size else (0, 0)
@@ -131,7 +134,12 @@ def _one_hot(labels: Array, num_outputs: int | None, dtype: Any) -> Array:
         raise ValueError(
             f"SoftmaxCrossEntropy: labels must be in [0, {classes}), got {low if low < 0 else high}."
         )
-    return jax.nn.one_hot(labels, classes, dtype=dtype)
+    if labels.size * classes * jnp.dtype(dtype).itemsize > total_memory():
+        raise ValueError(
+            f"SoftmaxCrossEntropy: labels up to {high} mean {classes} classes, whose one-hot rows do "
+            "not fit in memory. Number the classes from 0."
+        )
+    return jax.nn.one_hot(jnp.asarray(labels.astype(np.int32)), classes, dtype=dtype)
 
 
 def _eps(array: Array) -> float:

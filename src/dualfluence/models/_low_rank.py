@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
+from .._support.checks import as_features
 from .._support.compile import filter_jit, jit
+from .._support.options import check_choice, check_count, check_key, maybe
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator, MixedOperator
+from ._checks import check_network
 from ._sources import AbstractSource, as_source, pull_back, take_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -137,19 +140,18 @@ def low_rank(
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)`.
     - `key`: randomness of landmarks or directions.
     """
-    source, points = as_source(model, x), jnp.asarray(x)
-    if rank < 1:
-        raise ValueError(f"low_rank: rank must be at least 1, got {rank}.")
-    key = jax.random.key(0) if key is None else key
+    rank = check_count("low_rank: rank", rank)
+    check_choice("low_rank: method", method, ("nystrom", "random-features"))
+    num_outputs = maybe(check_count, "low_rank: num_outputs", num_outputs)
+    chosen_key = jax.random.key(0) if key is None else check_key("low_rank: key", key)
+    source, points = as_source(model, x), as_features("low_rank: x", x)
+    if source.network is not None:
+        num_outputs = check_network(source.network, points, num_outputs)
     if method == "random-features":
         if source.network is None:
             raise TypeError("low_rank: random features of the gradient need a linearised network.")
-        return RandomFeatureSource(source, key, rank)
-    if method != "nystrom":
-        raise ValueError(
-            f"low_rank: method must be 'nystrom' or 'random-features', got {method!r}."
-        )
-    return nystrom(source, points, rank, num_outputs, key)
+        return RandomFeatureSource(source, chosen_key, rank)
+    return nystrom(source, points, rank, num_outputs, chosen_key)
 
 
 def nystrom(

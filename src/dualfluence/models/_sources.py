@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree, Shaped
 
-from .._support.checks import check_range
+from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import filter_jit, jit
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
@@ -34,6 +34,11 @@ class AbstractSource(eqx.Module):
     @property
     def network(self) -> Linearized | None:
         """The linearised network behind the kernel, if there is one."""
+        return None
+
+    @property
+    def num_positions(self) -> int | None:
+        """Points of a precomputed kernel; `None` where features are not positions."""
         return None
 
     @property
@@ -176,6 +181,11 @@ class KernelSource(AbstractSource):
     kernel: Any
     takes_none: bool = eqx.field(static=True)
 
+    @property
+    def num_positions(self) -> int | None:
+        pool = getattr(self.kernel, "__self__", None)
+        return pool.matrix.shape[0] if isinstance(pool, PrecomputedKernel) else None
+
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         if self.takes_none:
             return self.kernel(x1, x2, progress=progress)
@@ -216,6 +226,42 @@ class KernelSource(AbstractSource):
         return with_columns(op, new, start, stop)
 
 
+class GivenKernel(eqx.Module):
+    """A user's kernel function, whose failures and results are looked at."""
+
+    fn: Any
+
+    def __call__(self, x1: Any, x2: Any) -> Array:
+        try:
+            value = self.fn(x1, x2)
+        except Exception as error:
+            raise ValueError(
+                f"kernel: the function fails for points of shapes {np.shape(x1)} and "
+                f"{np.shape(x2)}: {type(error).__name__}: {error}. It takes two batches of points; a "
+                "network goes through linearize first."
+            ) from error
+        return _check_block(as_kernel(value), len(x1), len(x2))
+
+
+def _check_block(K: Array, n1: int, n2: int) -> Array:
+    each = K.shape[1:2] if K.ndim == 4 else ()
+    flat = K.ndim == 2 and n1 == n2 and K.shape[0] == K.shape[1] and K.shape[0] % n1 == 0
+    if K.shape != (n1, *each, n2, *each) and not flat:
+        raise ValueError(
+            f"kernel: for {n1} and {n2} points expected shape ({n1}, {n2}) or ({n1}, c, {n2}, c), "
+            f"got {tuple(K.shape)}."
+        )
+    return K
+
+
+def as_kernel(value: Any) -> Array:
+    """Entries of a kernel in a dtype that solvers take: integers and half precision are widened."""
+    K = as_jax("kernel", value)
+    if jnp.issubdtype(K.dtype, jnp.floating):
+        return K.astype(jnp.promote_types(K.dtype, jnp.float32))
+    return K.astype(jnp.result_type(float))
+
+
 class PrecomputedKernel(eqx.Module):
     """A kernel matrix over a pool of points; "features" are integer positions in that pool.
 
@@ -225,21 +271,29 @@ class PrecomputedKernel(eqx.Module):
 
     matrix: Array
 
+    def __init__(self, matrix: Any) -> None:
+        self.matrix = as_kernel(matrix)
+        check_finite("kernel", self.matrix)
+
     def __check_init__(self) -> None:
         half = self.matrix.ndim // 2
         square = self.matrix.ndim in (2, 4) and self.matrix.shape[:half] == self.matrix.shape[half:]
         if not square:
             raise ValueError(
-                "kernel: expected shape (n, n), (n·c, n·c) or (n, c, n, c), got "
-                f"{tuple(self.matrix.shape)}."
+                f"kernel: expected shape (n, n) or (n, c, n, c), got {tuple(self.matrix.shape)}."
             )
+        if self.matrix.size == 0:
+            raise ValueError("kernel: expected at least one point, got none.")
 
     def kernel(self, x1: Any, x2: Any) -> Array:
-        rows, cols = jnp.asarray(x1), jnp.asarray(x2)
+        rows, cols = as_jax("x", x1), as_jax("x", x2)
         half = self.matrix.ndim // 2
         for index in (rows, cols):
             if not jnp.issubdtype(index.dtype, jnp.integer) or index.ndim != 1:
-                raise TypeError("kernel: with a precomputed matrix, x are integer positions in it.")
+                raise TypeError(
+                    "kernel: with a precomputed matrix, x are integer positions in it, got dtype "
+                    f"{index.dtype} and shape {index.shape}."
+                )
             check_range("kernel", np.asarray(index), self.matrix.shape[0])
         every = np.arange(self.matrix.shape[0])
         if np.array_equal(rows, every) and np.array_equal(cols, every):
@@ -257,16 +311,18 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
     if isinstance(model, Linearized):
         return NetworkSource(model.bound(x))
     if isinstance(model, (jax.Array, np.ndarray)):
-        return KernelSource(PrecomputedKernel(jnp.asarray(model)).kernel, False)
+        return KernelSource(PrecomputedKernel(model).kernel, False)
     method: Callable[..., Any] | None = getattr(model, "kernel", None)
-    if callable(method):
+    if callable(method) and not isinstance(model, type):
         symmetric = hasattr(model, "kernel_block")
-        return KernelSource(method, symmetric)
-    if callable(model):
-        return KernelSource(model, False)
+        own = symmetric or isinstance(model, PrecomputedKernel)
+        return KernelSource(method if own else GivenKernel(method), symmetric)
+    if callable(model) and not isinstance(model, type):
+        return KernelSource(GivenKernel(model), False)
+    name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
     raise TypeError(
         "fit: model must come from linearize or dualfluence.infinite, have a method "
-        f"kernel(x1, x2), be such a function, or be a kernel matrix; got {type(model).__name__}."
+        f"kernel(x1, x2), be such a function, or be a kernel matrix; got {name}."
     )
 
 

@@ -22,11 +22,27 @@ Device = Any
 
 
 def as_mesh(mesh: "Mesh | Sequence[Device]") -> Mesh:
-    """One axis over the devices of a mesh of any shape, or over a list of devices."""
-    devices = mesh.devices if isinstance(mesh, Mesh) else np.asarray(mesh, dtype=object)
-    if devices.size == 0:
-        raise ValueError("mesh: expected at least one device, got none.")
-    return Mesh(devices.reshape(-1), (AXIS,))
+    """One axis over the devices of a mesh of any shape, or over a list of devices.
+
+    Checked here: JAX ends the process over a mesh of things that are no devices.
+    """
+    if isinstance(mesh, Mesh):
+        devices = list(mesh.devices.flat)
+    elif isinstance(mesh, (list, tuple, np.ndarray)):
+        devices = list(np.ravel(np.asarray(mesh, dtype=object)))
+    else:
+        raise TypeError(f"mesh: expected a list of devices, e.g. jax.devices(), got {mesh!r}.")
+    if not devices:
+        raise ValueError("mesh: expected at least one device, got none. Try jax.devices().")
+    for device in devices:
+        if not isinstance(device, jax.Device):
+            raise TypeError(
+                f"mesh: expected devices, e.g. jax.devices(), got {device!r} among them. Devices of a "
+                "kind: jax.devices('gpu')."
+            )
+    if len(set(devices)) != len(devices):
+        raise ValueError(f"mesh: expected every device once, got {devices}.")
+    return Mesh(np.array(devices, dtype=object), (AXIS,))
 
 
 @dataclass(frozen=True)

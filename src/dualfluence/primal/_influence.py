@@ -17,13 +17,30 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import check_finite, check_ridge, check_rows
+from .._support.checks import (
+    NotFinite,
+    as_array,
+    as_features,
+    check_fraction,
+    check_ridge,
+    check_rows,
+    training_weights,
+)
 from .._support.compile import filter_jit
+from .._support.options import (
+    check_count,
+    check_flag,
+    check_instance,
+    check_loss,
+    check_on_failure,
+    maybe,
+)
 from ..dual._newton import CURVATURE_SLACK
 from ..dual._readout import outputs_at
 from ..dual._record import Clock, NotConverged, OnFailure, Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..models._checks import check_network, check_params
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._hessian import linearised_product, make_rows, network_product
@@ -81,12 +98,19 @@ def influence(
 
     **Returns:** `PrimalUpdate`.
     """
+    check_instance("influence: model", model, Linearized, "made by linearize")
+    check_fraction("influence: rtol", rtol)
+    max_steps = check_count("influence: max_steps", max_steps)
+    batch_size = maybe(check_count, "influence: batch_size", batch_size)
+    linearised = check_flag("influence: linearised", linearised)
+    check_on_failure("influence", on_failure)
+    ridge = check_ridge(ridge, model.dtype)
     clock = Clock()
     model = model.bound(x)
-    theta = _check_params(model, params)
+    theta = check_params("influence: params", model, params)
     data = _training_set(model, x, y, weights, loss)
     num_outputs = model.apply_shape(data.x)[1]
-    edits = [edit] if isinstance(edit, AbstractEdit) else list(edit)
+    edits: Any = edit if isinstance(edit, (list, tuple)) else [edit]
     edited = apply_edits(edits, data, loss, num_outputs)
     pull, ridge_pull, rule = _right_hand_side(edits, data, edited)
     sized = _with_batches(model, edited.x, batch_size)
@@ -100,7 +124,7 @@ def influence(
         jnp.asarray(pull),
         jnp.asarray(ridge_pull, dtype),
         loss,
-        jnp.asarray(check_ridge(ridge), dtype),
+        jnp.asarray(ridge, dtype),
         jnp.asarray(rtol, dtype),
         linearised,
         max_steps,
@@ -129,8 +153,10 @@ def _right_hand_side(
     """`(u, κ)` of the right-hand side `Σ uᵢ∇ℓᵢ + κλ(θ* − θ₀)`, and the rule it follows."""
     if not all(isinstance(edit, Remove) for edit in edits):
         return -after.weights, -1.0, "Newton step on the edited objective"
-    kept = after.sample_weights.sum()
-    gone = before.sample_weights - after.sample_weights
+    # The largest weight is taken out first, so that no sum leaves the range of floats.
+    largest = max(before.sample_weights.max(), after.sample_weights.max())
+    kept = (after.sample_weights / largest).sum()
+    gone = (before.sample_weights - after.sample_weights) / largest
     return gone / kept, float(gone.sum() / kept), "removal by eq. 1"
 
 
@@ -176,59 +202,20 @@ def _solve(
 
 def _with_batches(model: Linearized, x: Array, batch_size: int | None) -> Linearized:
     """The model with the size of its batches fixed: as asked, or its own."""
-    if batch_size is not None and batch_size < 1:
-        raise ValueError(f"influence: batch_size must be at least 1, got {batch_size}.")
     sized = model if batch_size is None else replace(model, batch_size=batch_size)
     return replace(model, batch_size=sized.batch(x))
-
-
-def _check_params(model: Linearized, params: PyTree) -> PyTree:
-    """`θ*` with trainable leaves as arrays of `θ₀`'s dtype."""
-    want, got = jax.tree.structure(model.params), jax.tree.structure(params)
-    if want != got:
-        raise ValueError(
-            "influence: params must have the tree structure of the parameters given to linearize, "
-            f"{want}, got {got}."
-        )
-    leaves = []
-    paths = jax.tree_util.tree_leaves_with_path(model.params)
-    for (path, base), leaf, used in zip(
-        paths, jax.tree.leaves(params), model.trainable, strict=True
-    ):
-        name = f"influence: params{jax.tree_util.keystr(path)}"
-        if used and np.shape(leaf) != np.shape(base):
-            raise ValueError(
-                f"{name} must have the shape {np.shape(base)} that linearize was given, got "
-                f"{np.shape(leaf)}."
-            )
-        if used and not bool(jnp.isfinite(jnp.asarray(leaf)).all()):
-            raise ValueError(f"{name} has NaN or inf. Did training diverge?")
-        leaves.append(jnp.asarray(leaf, base.dtype) if used else leaf)
-    return jax.tree.unflatten(got, leaves)
 
 
 def _training_set(
     model: Linearized, x: Any, y: Any, weights: Any, loss: AbstractLoss
 ) -> TrainingSet:
-    if not isinstance(loss, AbstractLoss):
-        raise TypeError(
-            "influence: loss must be a dualfluence loss such as SoftmaxCrossEntropy(), got "
-            f"{type(loss).__name__}. Wrap your own convex function in Convex(fn)."
-        )
-    features = jnp.asarray(x)
-    if features.ndim == 0 or features.shape[0] == 0:
-        raise ValueError(f"influence: x needs at least one point on axis 0, got {features.shape}.")
-    check_finite("x", features)
-    num_points, num_outputs = model.apply_shape(features)
-    check_rows("y", np.asarray(y), num_points, "point of x")
+    check_loss("influence", loss, AbstractLoss)
+    features, targets = as_features("x", x), as_array("y", y)
+    check_rows("y", targets, features.shape[0], "point of x")
+    samples = training_weights("influence", weights, features.shape[0])
+    num_outputs = check_network(model, features, None)
     dtype = jax.eval_shape(model.base_outputs, features).dtype
-    targets = loss.prepare_targets(y, num_outputs, dtype)
-    samples = np.ones(num_points) if weights is None else np.asarray(weights, float)
-    check_rows("weights", samples, num_points, "point of x")
-    check_finite("weights", samples)
-    if samples.ndim != 1 or (samples < 0).any() or not samples.sum() > 0:
-        raise ValueError("influence: weights must be a non-negative vector with a positive sum.")
-    return TrainingSet(features, targets, samples)
+    return TrainingSet(features, loss.prepare_targets(targets, num_outputs, dtype), samples)
 
 
 def _check_solution(
@@ -242,7 +229,7 @@ def _check_solution(
         )
     finite = jnp.isfinite(residual) & jnp.isfinite(result.residual) & jnp.isfinite(result.x).all()
     if not bool(finite):
-        raise FloatingPointError(
+        raise NotFinite(
             "influence: the step is not finite. "
             + ("The linearised model" if linearised else "The network")
             + " or its loss overflows at params; check outputs there, or try float64."

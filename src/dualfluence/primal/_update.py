@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_queries
 from .._support.compile import filter_jit
+from .._support.options import check_flag
 from .._support.trees import tree_norm
 from ..dual._readout import outputs_at
 from ..dual._record import Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
-from ..problem._edits import TrainingSet
+from ..problem._edits import TrainingSet, targets_like
 
 PRECISION = "highest"
 """Matrix products: an accelerator's default (TF32, bfloat16) stalls conjugate gradients."""
@@ -78,8 +79,10 @@ class PrimalUpdate(eqx.Module):
           every single point, to first order if `first_order`.
         """
         xq = check_queries(xq, self.data.x)
+        check_flag("delta_loss: include_ridge", include_ridge)
+        check_flag("delta_loss: first_order", first_order)
         f = outputs_at(self.model, self.before, xq, self.linearised)
-        y = self.loss.prepare_targets(targets, f.shape[1], f.dtype)
+        y = targets_like("delta_loss", targets, self.data.targets, self.loss, f.shape[1])
         if y.shape[0] != xq.shape[0]:
             raise ValueError(f"delta_loss: {xq.shape[0]} queries but {y.shape[0]} targets.")
         if first_order:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._support.checks import check_concrete
 from .._support.show import table
 from ._objective import Problem, State
 
@@ -94,6 +95,7 @@ class Norms(eqx.Module):
 
     def certificate(self, ridge: float) -> Certificate:
         """On the host, as plain numbers."""
+        check_concrete("certificate", self.gradient)
         gradient, rounding, parameters = jax.device_get(
             (self.gradient, self.rounding, self.parameters)
         )

@@ -12,14 +12,17 @@ import numpy as np
 from jaxtyping import Array
 
 from .._support.checks import (
+    as_array,
     as_dtype,
+    as_weights,
     check_finite,
     check_indices,
-    check_numbers,
     check_range,
     check_rows,
 )
 from ..losses import AbstractLoss
+
+FLOAT = np.finfo(np.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +45,7 @@ class TrainingSet:
     @property
     def weights(self) -> np.ndarray:
         """`w_i = s_i / Σ_j s_j`, the mean loss over what is left."""
-        return self.sample_weights / self.sample_weights.sum()
+        return normalised(self.sample_weights)
 
 
 class AbstractEdit(eqx.Module):
@@ -74,7 +77,7 @@ class Reweight(AbstractEdit):
 
     def __init__(self, indices: Any, weights: Any) -> None:
         self.indices = check_indices("Reweight", indices)
-        self.weights = _check_weights("Reweight", weights, self.indices.size)
+        self.weights = as_weights("Reweight", weights, self.indices.size, "index")
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
         check_range("Reweight", self.indices, data.num_points)
@@ -89,16 +92,15 @@ class Relabel(AbstractEdit):
 
     def __init__(self, indices: Any, targets: Any) -> None:
         self.indices = check_indices("Relabel", indices)
-        self.targets = np.atleast_1d(np.asarray(targets))
-        check_numbers("Relabel targets", self.targets)
-        check_rows("Relabel targets", self.targets, self.indices.size, "index")
+        self.targets = _rows("Relabel targets", targets, self.indices.size, "index")
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
         _check_present("Relabel", self.indices, data)
         # On the host: a scatter on the device would compile anew for every number of indices.
         targets = np.array(data.targets)
-        new = loss.prepare_targets(self.targets, num_outputs, targets.dtype)
-        targets[self.indices] = as_dtype("Relabel targets", new, targets.dtype)
+        targets[self.indices] = targets_like(
+            "Relabel", self.targets, data.targets, loss, num_outputs
+        )
         return TrainingSet(data.x, jnp.asarray(targets), data.sample_weights)
 
 
@@ -117,22 +119,18 @@ class Replace(AbstractEdit):
         self.indices = check_indices("Replace", indices)
         if x is None and targets is None:
             raise ValueError("Replace: give new features x, new targets, or both.")
-        self.x = None if x is None else np.asarray(x)
-        self.targets = None if targets is None else np.atleast_1d(np.asarray(targets))
-        for name, value in (("Replace x", self.x), ("Replace targets", self.targets)):
-            if value is not None:
-                check_rows(name, value, self.indices.size, "index")
+        size = self.indices.size
+        self.x = None if x is None else _rows("Replace x", x, size, "index")
+        self.targets = None if targets is None else _rows("Replace targets", targets, size, "index")
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
         _check_present("Replace", self.indices, data)
         if self.x is None:
             return Relabel(self.indices, self.targets).apply(data, loss, num_outputs)
         kept_weights = data.sample_weights[self.indices]
-        targets = self.targets
-        if targets is not None:
-            targets = loss.prepare_targets(targets, num_outputs, data.targets.dtype)
-        else:
-            targets = np.asarray(data.targets)[self.indices]
+        targets = np.asarray(data.targets)[self.indices]
+        if self.targets is not None:
+            targets = targets_like("Replace", self.targets, data.targets, loss, num_outputs)
         weights = data.sample_weights.copy()
         weights[self.indices] = 0.0
         gone = TrainingSet(data.x, data.targets, weights)
@@ -147,17 +145,16 @@ class Add(AbstractEdit):
     weights: np.ndarray
 
     def __init__(self, x: Any, targets: Any, weights: Any = None) -> None:
-        self.x = np.asarray(x)
+        self.x = np.asarray(as_array("Add x", x))
         if self.x.ndim == 0 or self.x.shape[0] == 0:
             raise ValueError(f"Add: x needs one row per new point, got shape {self.x.shape}.")
-        self.targets = np.atleast_1d(np.asarray(targets))
-        check_numbers("Add targets", self.targets)
-        check_rows("Add targets", self.targets, self.x.shape[0], "new point")
-        ones = np.ones(self.x.shape[0]) if weights is None else weights
-        self.weights = _check_weights("Add", ones, self.x.shape[0])
+        size = self.x.shape[0]
+        self.targets = _rows("Add targets", targets, size, "new point")
+        ones = np.ones(size) if weights is None else weights
+        self.weights = as_weights("Add", ones, size, "new point")
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
-        targets = loss.prepare_targets(self.targets, num_outputs, data.targets.dtype)
+        targets = targets_like("Add", self.targets, data.targets, loss, num_outputs)
         return _appended("Add", data, self.x, np.asarray(targets), self.weights)
 
 
@@ -171,12 +168,13 @@ def apply_edits(
     purged = data.purged
     for edit in edits if isinstance(edits, (list, tuple)) else [edits]:
         if not isinstance(edit, AbstractEdit):
+            name = f"the class {edit.__name__}" if isinstance(edit, type) else type(edit).__name__
             raise TypeError(
                 "edit: expected Remove, Relabel, Reweight, Replace or Add, or a list of them, got "
-                f"{type(edit).__name__}."
+                f"{name}. Write e.g. Remove([3])."
             )
         data = edit.apply(data, loss, num_outputs)
-    if not data.sample_weights.sum() > 0:
+    if not data.sample_weights.any():
         raise ValueError(
             "edit: every point has been removed or has weight zero; the mean loss over nothing is "
             "not defined. Keep at least one point."
@@ -192,12 +190,34 @@ def apply_edits(
     return replace(data, purged=purged)
 
 
-def _check_weights(name: str, weights: Any, size: int) -> np.ndarray:
-    array = np.atleast_1d(np.asarray(weights, dtype=float))
-    check_rows(f"{name} weights", array, size, "index")
-    check_finite(f"{name} weights", array)
-    if array.ndim != 1 or (array < 0).any():
-        raise ValueError(f"{name}: weights must be a vector of non-negative numbers.")
+def targets_like(
+    name: str, targets: Any, trained: Array, loss: AbstractLoss, num_outputs: int
+) -> Array:
+    """Targets of some points in the shape and dtype of those that were trained on."""
+    new = loss.prepare_targets(targets, num_outputs, trained.dtype)
+    if new.shape[1:] != trained.shape[1:]:
+        want = ", ".join(("m", *map(str, trained.shape[1:])))
+        raise ValueError(
+            f"{name} targets: expected shape ({want}), like the targets of the fit, got "
+            f"{tuple(new.shape)}."
+        )
+    return as_dtype(f"{name} targets", new, trained.dtype)
+
+
+def normalised(sample_weights: np.ndarray) -> np.ndarray:
+    """`s / Σs`, also where the sum leaves the range of float64."""
+    with np.errstate(over="ignore"):
+        total = sample_weights.sum()
+    if not FLOAT.tiny <= total <= FLOAT.max:
+        sample_weights = sample_weights / sample_weights.max()
+        total = sample_weights.sum()
+    return sample_weights / total
+
+
+def _rows(name: str, value: Any, size: int, what: str) -> np.ndarray:
+    """One row per point, on the host; a bare number is the target of a single one."""
+    array = np.atleast_1d(np.asarray(as_array(name, value)))
+    check_rows(name, array, size, what)
     return array
 
 
@@ -224,10 +244,9 @@ def _appended(
         )
     check_finite(f"{name} x", x)
     new_x = as_dtype(f"{name} x", x, data.x.dtype)
-    new_targets = as_dtype(f"{name} targets", targets, data.targets.dtype)
     # On the host: on the device every number of points would be a program of its own.
     return TrainingSet(
         jax.device_put(np.concatenate([data.x, new_x])),
-        jax.device_put(np.concatenate([data.targets, new_targets])),
+        jax.device_put(np.concatenate([data.targets, targets])),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
     )

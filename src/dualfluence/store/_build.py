@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.archive import digest
-from .._support.checks import check_finite, check_numbers
+from .._support.checks import as_array, check_points
 from .._support.files import FileError, in_words, locked, remove_stale, system_error
 from .._support.memory import STORED_TILE_BYTES
+from .._support.options import (
+    check_choice,
+    check_count,
+    check_flag,
+    check_path,
+    check_progress,
+    maybe,
+)
 from .._support.progress import ProgressFn, Ticker
 from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
@@ -75,9 +82,16 @@ def build(
 
     **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel_op=...)`.
     """
-    points = _points(x)
+    path = check_path("store", path)
+    num_outputs = maybe(check_count, "store: num_outputs", num_outputs)
+    tile = maybe(check_count, "store: tile", tile)
+    maybe(check_choice, "store: dtype", dtype, choices=STORAGE)
+    check_flag("store: verify", verify)
+    check_flag("store: wait", wait)
+    check_progress("store", progress)
+    points = np.asarray(as_array("store: x", x))
+    check_points("store: x", points)
     source = as_source(model, points)
-    path = Path(path)
     header = _header(source, points, num_outputs, tile, dtype)
     is_done = Store.is_sound if verify else Store.is_recorded
     store = _find(path, header)
@@ -271,8 +285,6 @@ def _header(
     tile: int | None,
     dtype: str | None,
 ) -> Header:
-    for name, value in (("tile", tile), ("num_outputs", num_outputs)):
-        _check_count(name, value)
     probe = np.asarray(source.block(jnp.asarray(x[:2]), jnp.asarray(x[:2]), False))
     per_point = 1 if probe.ndim == 2 else probe.shape[1]
     storage = str(probe.dtype) if dtype is None else str(dtype)
@@ -292,21 +304,6 @@ def _header(
         fingerprint=fingerprint(source, x),
         probe=tuple(float(v) for v in probe.ravel()[:64]),
     )
-
-
-def _check_count(name: str, value: Any) -> None:
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    if value is not None and not (whole and int(value) >= 1):
-        raise ValueError(f"store: {name} must be a whole number, at least 1, got {value!r}.")
-
-
-def _points(x: Any) -> np.ndarray:
-    check_numbers("x", x)
-    points = np.asarray(x)
-    if points.ndim == 0 or points.shape[0] == 0:
-        raise ValueError(f"store: x needs at least one point on axis 0, got shape {points.shape}.")
-    check_finite("x", points)
-    return points
 
 
 def fingerprint(source: AbstractSource, x: np.ndarray) -> str:

@@ -1,0 +1,139 @@
+"""The gate for single numbers, names, flags, keys, functions and paths: options, not data."""
+
+import operator
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .checks import check_concrete, check_number
+
+T = TypeVar("T")
+
+LARGEST_COUNT = 2**53
+"""Beyond this a count is a mistake, and products of counts leave the range of floats."""
+
+
+def maybe(check: Callable[..., T], name: str, value: Any, **options: Any) -> T | None:
+    """`None` for an option that was not given, else what `check` makes of it."""
+    return None if value is None else check(name, value, **options)
+
+
+def check_positive(name: str, value: Any, *, what: str = "number") -> float:
+    """A positive finite number."""
+    number = check_number(name, value)
+    if not 0 < number < np.inf:
+        raise ValueError(f"{name} must be a positive {what}, finite, got {number}.")
+    return number
+
+
+def check_count(name: str, value: Any, *, least: int = 1, most: int = LARGEST_COUNT) -> int:
+    """A whole number in `[least, most]`; NumPy's integers and arrays of one integer count."""
+    if type(value) is not int:
+        check_concrete(name, value)
+        if isinstance(value, (bool, np.bool_)) or np.ma.isMaskedArray(value):
+            value = repr(value)
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, at least {least}, got {value}.") from None
+    if not least <= count <= most:
+        limit = f", at least {least}" if count < least else f", at most {most}"
+        raise ValueError(f"{name} must be a whole number{limit}, got {_short(count)}.")
+    return count
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of these names."""
+    if isinstance(value, str) and value in choices:
+        return value
+    want = " or ".join(map(repr, choices)) if len(choices) == 2 else f"one of {choices}"
+    error = ValueError if isinstance(value, str) else TypeError
+    raise error(f"{name} must be {want}, got {value!r}.")
+
+
+def check_on_failure(what: str, value: Any) -> None:
+    """Raise unless `on_failure` is one of the two things that can be done."""
+    check_choice(f"{what}: on_failure", value, ("raise", "report"))
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`True` or `False`; NumPy's count, the truth of other things does not."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def check_progress(what: str, value: Any) -> None:
+    """Raise unless `progress` is a flag or a function."""
+    if not isinstance(value, bool) and not callable(value):
+        raise TypeError(
+            f"{what}: progress must be True, False or a function (done, total, label), got {value!r}."
+        )
+
+
+def check_function(name: str, value: Any, form: str) -> None:
+    """Raise unless `value` is a function (or an object that can be called); `form` says of what."""
+    if not callable(value) or isinstance(value, type):
+        given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise TypeError(f"{name} must be a function {form}, got {given}.")
+
+
+def check_instance(name: str, value: Any, kinds: type | tuple[type, ...], example: str) -> None:
+    """Raise unless `value` is an object of these classes, not one of the classes themselves."""
+    if isinstance(value, kinds):
+        return
+    if isinstance(value, type) and issubclass(value, kinds):
+        given = f"the class {value.__name__}. Make an object of it: {value.__name__}(...)"
+    else:
+        given = f"{value!r}" if isinstance(value, (str, int, float)) else type(value).__name__
+    raise TypeError(f"{name} must be {example}, got {given}.")
+
+
+def check_loss(what: str, loss: Any, kind: type) -> None:
+    """Raise unless `loss` is one of the library's."""
+    if isinstance(loss, kind):
+        return
+    example = "a dualfluence loss such as SoftmaxCrossEntropy()"
+    if not isinstance(loss, type):
+        example += " (wrap your own convex function in Convex(fn))"
+    check_instance(f"{what}: loss", loss, kind, example)
+
+
+def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
+    """Raise unless `solver` is `None` or one of these."""
+    if solver is not None and not isinstance(solver, kinds):
+        raise TypeError(
+            f"{what}: solver must be an object such as Auto(), CG() or Cholesky(), got {solver!r}."
+        )
+
+
+def check_key(name: str, key: Any) -> Any:
+    """A single random key: `jax.random.key(0)`, or one of `jax.random.PRNGKey`."""
+    check_concrete(name, key)
+    if isinstance(key, jax.Array):
+        typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        if (typed and key.ndim == 0) or (key.dtype == jnp.uint32 and key.shape == (2,)):
+            return key
+    shape = f" of shape {np.shape(key)}" if hasattr(key, "dtype") else ""
+    raise TypeError(
+        f"{name} must be one random key, e.g. jax.random.key(0), got {type(key).__name__}{shape}."
+    )
+
+
+def check_path(name: str, path: Any) -> Path:
+    """A path that a file system can know."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"{name}: path must be a string or a Path, got {type(path).__name__}.")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ValueError(f"{name}: path must name a file or folder, got {text!r}.")
+    return Path(text)
+
+
+def _short(count: int) -> str:
+    return str(count) if abs(count) <= LARGEST_COUNT else f"about 2**{count.bit_length() - 1}"

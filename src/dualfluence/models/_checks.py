@@ -1,0 +1,57 @@
+"""Networks and trained parameters as users hand them in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from .._support.checks import all_finite, as_dtype
+from ..kernels._linearized import Linearized
+
+
+def check_network(model: Linearized, x: Array, num_outputs: int | None) -> int:
+    """`c` of a network that can be fitted, at all points and at one."""
+    model._traced_shape(x[:1])  # batches have any number of points, down to one
+    c = model.apply_shape(x)[1]
+    if num_outputs not in (None, c):
+        raise ValueError(
+            f"num_outputs: {num_outputs} was given, but apply_fn has {c} outputs. Leave it out: a "
+            "network says itself how many it has."
+        )
+    if jnp.finfo(model.dtype).bits < 32:
+        raise ValueError(
+            f"linearize: expected parameters in float32 or float64, got {model.dtype}, which no "
+            "linear solver takes. Widen them, e.g. by jax.tree.map(jnp.float32, params)."
+        )
+    return c
+
+
+def check_params(name: str, model: Linearized, params: PyTree) -> PyTree:
+    """`params` with trainable leaves as finite arrays in the shapes and dtypes of `model.params`."""
+    want, got = jax.tree.structure(model.params), jax.tree.structure(params)
+    if want != got:
+        raise ValueError(
+            f"{name} must have the tree structure of the parameters given to linearize, {want}, got "
+            f"{got}."
+        )
+    paths = jax.tree_util.tree_leaves_with_path(model.params)
+    rows = zip(paths, jax.tree.leaves(params), model.trainable, strict=True)
+    leaves = [
+        _trained(f"{name}{jax.tree_util.keystr(path)}", leaf, base) if used else leaf
+        for (path, base), leaf, used in rows
+    ]
+    return jax.tree.unflatten(got, leaves)
+
+
+def _trained(name: str, leaf: Any, base: Any) -> jax.Array:
+    array = as_dtype(name, leaf, base.dtype)
+    if array.shape != np.shape(base):
+        raise ValueError(
+            f"{name} must have the shape {np.shape(base)} that linearize was given, got "
+            f"{array.shape}."
+        )
+    if not all_finite(name, array):
+        raise ValueError(f"{name} has NaN or inf. Did training diverge?")
+    return array
