@@ -25,7 +25,8 @@ def _fitted(kernel, loss_name, **options):
 
 
 def _edit(fitted, monkeypatch, size, gone, **options):
-    monkeypatch.setattr(_auto, "GATHER_SIZE", size)
+    monkeypatch.setattr(_auto, "GATHER_SIZE", size)  # for the solvers that are not `Auto`
+    options.setdefault("solver", dfl.Auto(gather_size=size))
     return fitted.edit(dfl.Remove(gone), **options)
 
 

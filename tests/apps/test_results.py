@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence.apps.paper._results import Store, read_results, write_json
+from dualfluence.apps.paper._results import ResultsFolder, read_results, write_json
 
 
 def test_a_damaged_cache_is_computed_again(tmp_path):
@@ -15,14 +15,14 @@ def test_a_damaged_cache_is_computed_again(tmp_path):
         calls.append(1)
         return want
 
-    assert len(Store(tmp_path).arrays("settings", compute)) == 2
+    assert len(ResultsFolder(tmp_path).arrays("settings", compute)) == 2
     (file,) = (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
     flipped = bytearray(whole)
     flipped[whole.index(want[0].tobytes()) + 9] ^= 1
     for count, damage in enumerate((whole, flipped, whole[:-40], b"", b"text")):
         file.write_bytes(damage)
-        got = Store(tmp_path, resume=True).arrays("settings", compute)
+        got = ResultsFolder(tmp_path, resume=True).arrays("settings", compute)
         assert len(calls) == 1 + count
         for one, other in zip(got, want, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -134,13 +134,15 @@ def test_a_kernel_matrix_loses_the_rows_too():
     np.testing.assert_array_equal(after.x, [0, 0, 2, 3, 4, 5])
 
 
-def test_a_trained_network_keeps_its_parameters():
+@pytest.mark.filterwarnings("ignore::dualfluence.dual._fidelity.FidelityWarning")
+@pytest.mark.parametrize("tangent", ["initial", "trained"])
+def test_a_trained_network_keeps_its_parameters(tmp_path, tangent):
     theta_0 = cases.mlp_params(jax.random.key(0), (5, 8, 2))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(10, 5)), rng.normal(size=(10, 2))
     theta = jax.tree.map(lambda t: t + 0.1, theta_0)
     model = dfl.linearize(cases.mlp, theta_0)
-    options = {"loss": dfl.SquaredError(), "ridge": 0.1}
+    options = {"loss": dfl.SquaredError(), "ridge": 0.1, "tangent": tangent}
     for linearised in (True, False):
         fitted = dfl.from_trained(model, theta, x, y, linearised=linearised, **options)
         before = fitted.edit(dfl.Remove(GONE)).commit()
@@ -152,6 +154,10 @@ def test_a_trained_network_keeps_its_parameters():
         assert cases.relative(two.delta_alpha, one.delta_alpha) < 1e-9
         want, got = (f.predict(x[:3], linearised=linearised) for f in (one, two))
         np.testing.assert_allclose(got, want, atol=1e-11)
+        after.save(tmp_path / "a.npz")
+        again = dfl.load(tmp_path / "a.npz", model, progress=False).edit(dfl.Remove(ALSO))
+        np.testing.assert_array_equal(again.delta_alpha, two.delta_alpha)
+        np.testing.assert_array_equal(flat(again.params()), flat(two.params()))
 
 
 def test_what_cannot_be_purged_is_refused_clearly(tmp_path):
@@ -187,6 +193,18 @@ def test_an_edit_that_stopped_early_is_not_purged():
                        None, fitted, fitted.certificate, fitted.stats).commit()  # fmt: skip
     with pytest.raises(ValueError, match="stopped early"):
         early.purge()
+
+
+def test_spare_rows_of_added_points_are_purged_as_well():
+    """Room for points to come is filled with copies of the last one, which may be removed."""
+    p = problem()
+    added = cases.fit(p).edit(dfl.Add(p.x_q[:1], p.y_q[:1])).commit()
+    before = added.edit(dfl.Remove([14])).commit()
+    after = before.purge()
+    arrays = jax.tree.leaves((after.kernel_op, after.data.x, after.offset, after.source))
+    assert not any(holds(np.asarray(a).tobytes(), p.x_q[0]) for a in arrays)
+    want, got = (f.edit(dfl.Remove(ALSO), until=1e-9).params() for f in (before, after))
+    assert cases.relative(got, want) < 1e-7
 
 
 def test_nothing_to_purge_changes_nothing():

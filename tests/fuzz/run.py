@@ -45,9 +45,9 @@ def quiet_environment() -> None:
 def _check_of(job: str) -> Callable[[int], Any]:
     sys.path.insert(0, str(HERE))
     import checker  # JAX reads the environment as it is imported
-    import networks
+    import relu_fits
 
-    return {"certificates": checker.check_problem, "fits": networks.check_fit}[job]
+    return {"certificates": checker.check_problem, "fits": relu_fits.check_fit}[job]
 
 
 def _settle() -> None:

@@ -10,7 +10,7 @@ import dualfluence as dfl
 from dualfluence import datasets, infinite
 from dualfluence.losses import SoftmaxFactor
 from dualfluence.operators import KroneckerOperator
-from dualfluence.solvers import CG, Cholesky, NoPreconditioner
+from dualfluence.solvers import CG, Cholesky, LinearSystem, NoPreconditioner
 
 NET = infinite.serial(
     infinite.Dense(W_std=2.0, b_std=0.1),
@@ -63,10 +63,9 @@ def solve_bytes(n, c, solver):
 
     def solve(S, roots, probs, b):
         op, factor = KroneckerOperator(S, c), SoftmaxFactor(roots, probs)
-        return solver.solve(
-            op, factor, jnp.asarray(0.1), b, op.mv(b),
-            preconditioner=NoPreconditioner(), rtol=jnp.asarray(1e-10),
-        ).value  # fmt: skip
+        ridge, rtol = jnp.asarray(0.1), jnp.asarray(1e-10)
+        system = LinearSystem(op, factor, ridge, b, op.mv(b), NoPreconditioner(), rtol)
+        return solver.solve(system).value
 
     args = [shape(s, jnp.float64) for s in ((n, n), (n, 1), (n, c), (n, c))]
     analysis = jax.jit(solve).lower(*args).compile().memory_analysis()

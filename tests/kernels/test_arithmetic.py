@@ -76,4 +76,4 @@ def test_a_fit_says_so():
     y = np.zeros((6, 3), np.float32)
     fitted = dfl.fit(dfl.linearize(low, W), X, y, on_failure="report", **OPTIONS)
     assert any("bfloat16 inside a float32 network" in note for note in fitted.stats.notes)
-    assert fitted.source.arithmetic_eps == float(jnp.finfo(jnp.bfloat16).eps)
+    assert fitted.epsilon == float(jnp.finfo(jnp.bfloat16).eps)

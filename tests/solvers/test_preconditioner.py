@@ -7,7 +7,7 @@ import pytest
 
 import dualfluence as dfl
 from dualfluence.operators import DenseOperator
-from dualfluence.solvers import SpectralPreconditioner, spectral_preconditioner
+from dualfluence.solvers import LinearSystem, SpectralPreconditioner, spectral_preconditioner
 from dualfluence.solvers._preconditioner import orthonormal
 
 N, C, RANK = 60, 3, 24
@@ -44,15 +44,10 @@ def iterations(K, preconditioner, ridge):
     weights, labels = jnp.full(N, 1 / N, dtype), jnp.asarray(rng.integers(0, C, N))
     factor = dfl.SoftmaxCrossEntropy().hess_factor(jnp.zeros((N, C), dtype), labels, weights)
     b = jnp.asarray(rng.normal(size=(N, C)), dtype)
-    solution = dfl.CG().solve(
-        op,
-        factor,
-        jnp.asarray(ridge, dtype),
-        b,
-        op.mv(b),
-        preconditioner=preconditioner,
-        rtol=jnp.asarray(100 * np.sqrt(np.finfo(dtype).eps) ** 1.5, dtype),
-    )
+    rtol = jnp.asarray(100 * np.sqrt(np.finfo(dtype).eps) ** 1.5, dtype)
+    ridge = jnp.asarray(ridge, dtype)
+    system = LinearSystem(op, factor, ridge, b, op.mv(b), preconditioner, rtol)
+    solution = dfl.CG().solve(system)
     assert bool(solution.converged)
     return int(solution.iterations)
 

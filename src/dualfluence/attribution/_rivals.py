@@ -62,7 +62,7 @@ def trak(
     - `models`: parameters, of models trained on random halves in the original.
     - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`.
     """
-    total = missing = 0.0
+    total = missing = np.zeros(())
     for params in models:
         (solved,), short = trak_terms(apply_fn, params, x, y, xq, yq, dampings=(damping,))
         total, missing = total + solved, missing + short

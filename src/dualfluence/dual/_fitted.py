@@ -408,9 +408,10 @@ class Fitted(DualModel):
         arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a mesh and a
         removed landmark of a low-rank model are refused. Makes a copy of a `K` in memory.
 
-        For `from_trained`, the reference becomes the parameters as they are now: `params()` is
-        unchanged, and linearised predictions start from the network there. Those parameters were
-        trained on the removed points; they are as free of them as the edit made them, no more.
+        For `from_trained`, the reference becomes the parameters as they are now: `params()` and later
+        edits of the remaining points are unchanged, and linearised predictions start from the network
+        there. Those parameters, and those that `J` is taken at, were trained on the removed points;
+        they are as free of them as the edit made them, no more.
         """
         gone = np.flatnonzero(self.data.sample_weights == 0)
         if gone.size == 0:

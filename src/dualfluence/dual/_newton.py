@@ -143,7 +143,9 @@ def _newton_step(
     factor, ridge = problem.factor(point.state), problem.ridge
     if damping is not None:
         trace = jnp.sum(factor.hess_diagonal() * diagonal)
-        ridge = jnp.maximum(ridge, damping * (DAMPING * jnp.finfo(trace.dtype).eps * trace))
+        ridge = jnp.maximum(
+            ridge, damping * (DAMPING * float(jnp.finfo(op.solve_dtype).eps) * trace)
+        )
     solution = solver.solve(
         LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )

@@ -23,8 +23,9 @@ from ._newton import (
 )
 from ._record import Ending, Outcome
 
-MAX_STEPS = 100
-"""Newton steps of a run, by default. Each lowers the objective; tens are usual."""
+MAX_STEPS = 1000
+"""Newton steps of a run at most, by default. Each lowers the objective; tens are usual, and losses with
+straight tails take about one for each point that has to come around its bend."""
 
 STALLED_STEPS = 4
 """Steps in a row that neither the objective nor the gradient can tell from rounding. Doubled, a run at
@@ -40,6 +41,12 @@ product of the same accuracy differs by as much."""
 HARDER, EASIER = 16.0, 4.0
 """Factors on the damping after a step that failed and after one that did not. Larger ones find a step in
 fewer trials and overshoot more."""
+
+MAX_DAMPING = 1e8
+"""Beyond so much damping a step is along the gradient, and more of it changes nothing."""
+
+UNSOLVED = 0.5
+"""A linear solve that leaves more than this share of its right-hand side has failed."""
 
 LOOSEST = 0.1
 """Relative residual of the first linear solves: far from the optimum more is wasted."""
@@ -106,7 +113,8 @@ def take_one_step(machine: Machine, problem: Problem, state: State, rtol: float)
         point=point,
         certificate=cert,
         ending="steps",
-        solved=report.converged,
+        # Where all that is left of the gradient is rounding, so is the residual of the solve.
+        solved=report.converged or cert.at_floor,
         output_share=_output_share(cert, report),
         steps=1,
         iterations=report.iterations,
@@ -144,7 +152,7 @@ def train(
                 run.step(max(rtol, loosest * run.progress))
                 ticker.tick()
             elif run.confirms(ending, goal):
-                return run.outcome(ending)
+                return run.outcome(ending, goal)
 
 
 class _Run:
@@ -179,11 +187,13 @@ class _Run:
         self.products, self.residual = self.products + report.products, report.residual
         self.norm, self.solved = report.gradient_norm, self.solved and report.converged
         self.jitter = max(self.jitter, report.jitter)
-        # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
-        failed = report.step_size == 0 and not report.settled
-        self.damping = self.damping * HARDER if failed else max(1.0, self.damping / EASIER)
         # While the objective still falls nothing has stalled, whatever the gradient does.
         helped = not report.settled or self.norm <= 0.9 * self.certificate.gradient_norm
+        unsolved = not report.converged and report.residual > UNSOLVED
+        helped = helped or (unsolved and self.damping < MAX_DAMPING)
+        # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
+        failed = unsolved or (report.step_size == 0 and not report.settled)
+        self.damping = self.damping * HARDER if failed else max(1.0, self.damping / EASIER)
         self.stalled = 0 if helped else self.stalled + 1
         if self.norm <= self.certificate.gradient_norm or not report.settled:
             self.best, self.certificate = self.point, report.certificate(m.ridge)
@@ -229,8 +239,10 @@ class _Run:
         self.norm, self.stalled = self.certificate.gradient_norm, 0
         self.refreshes, self.products = self.refreshes + 1, self.products + 2
 
-    def outcome(self, ending: Ending) -> Outcome:
-        if ending == "met" and self.refreshes >= MAX_REFRESHES:
+    def outcome(self, ending: Ending, goal: Goal) -> Outcome:
+        if goal.met(self.certificate):
+            ending = "met"
+        elif ending == "met":
             ending = "stalled"
         return Outcome(
             point=self.best,

@@ -41,6 +41,11 @@ class AbstractKernelOperator(eqx.Module):
         """Dtype of `K`."""
 
     @property
+    def solve_dtype(self) -> Any:
+        """Dtype that linear solves with `K` run in; narrower than `dtype` where they are refined."""
+        return self.dtype
+
+    @property
     def layout(self) -> Layout:
         """Which rows are points, and where rows live."""
         return whole(self.num_points)

@@ -40,6 +40,10 @@ class MixedOperator(AbstractWrapper):
     def dtype(self) -> Any:
         return jnp.dtype("float64")
 
+    @property
+    def solve_dtype(self) -> Any:
+        return self.op.dtype
+
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         op = self.op
         if isinstance(op, (DenseOperator, KroneckerOperator)):

@@ -45,6 +45,18 @@ class LinearSystem(eqx.Module):
         size = jnp.maximum(jnp.linalg.norm(self.b), jnp.finfo(self.b.dtype).tiny)
         return jnp.linalg.norm(self.defect(value, k_value)) / size
 
+    def is_stable(
+        self, value: Float[Array, "n c"], k_value: Float[Array, "n c"]
+    ) -> Bool[Array, ""]:
+        """Whether the defect is rounding next to the terms that make it: all that a direct solve can do.
+
+        Where these terms cancel, the defect may be large next to `b` all the same.
+        """
+        terms = jnp.linalg.norm(self.b) + self.ridge * jnp.linalg.norm(value)
+        terms = terms + jnp.linalg.norm(self.factor.hess_mv(k_value))
+        limit = jnp.sqrt(jnp.finfo(self.b.dtype).eps) * terms
+        return jnp.linalg.norm(self.defect(value, k_value)) <= limit
+
 
 class Solution(eqx.Module):
     """A solve and how it went.

@@ -1,7 +1,7 @@
 """Direct solves; each kernel structure has its own."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,6 +22,16 @@ JITTER = 4.0
 Doubled, such steps are shorter; the answer and its certificate do not depend on it."""
 
 
+class _Refinement(NamedTuple):
+    """A solution, its residual and the one before, and how often it was refined."""
+
+    value: Array
+    k_value: Array
+    residual: Array
+    before: Array
+    rounds: Array
+
+
 class Cholesky(AbstractDualSolver):
     r"""Factor the symmetric form, then refine once or more against the original equation.
 
@@ -37,25 +47,38 @@ class Cholesky(AbstractDualSolver):
     """
 
     refinements: int = eqx.field(static=True, default=1)
+    max_refinements: int = eqx.field(static=True, default=6)
 
     def solve(self, system: LinearSystem) -> Solution:
         op = system.op
         inverse, jitter = _factorise(op, system.factor, system.ridge)
+
+        def refined(at: _Refinement) -> _Refinement:
+            defect = system.defect(at.value, at.k_value)
+            value = at.value + inverse(defect, op.mv(defect))
+            k_value = op.mv(value)
+            residual = system.relative_residual(value, k_value)
+            return _Refinement(value, k_value, residual, at.residual, at.rounds + 1)
+
+        def worth_it(at: _Refinement) -> Array:
+            helping = at.residual < 0.5 * at.before
+            return (at.residual > system.rtol) & helping & (at.rounds < self.max_refinements)
+
         value = inverse(system.b, system.k_b)
         k_value = op.mv(value)
-        for _ in range(self.refinements):
-            defect = system.defect(value, k_value)
-            value = value + inverse(defect, op.mv(defect))
-            k_value = op.mv(value)
         residual = system.relative_residual(value, k_value)
+        at = _Refinement(value, k_value, residual, residual, jnp.asarray(0))
+        for _ in range(self.refinements):
+            at = refined(at)
+        at = jax.lax.while_loop(worth_it, refined, at)
         return Solution(
-            value=value,
-            k_value=k_value,
-            reach=jnp.abs(value),
+            value=at.value,
+            k_value=at.k_value,
+            reach=jnp.abs(at.value),
             iterations=jnp.asarray(0),
-            residual=residual,
-            converged=residual <= jnp.sqrt(jnp.finfo(residual.dtype).eps),
-            products=jnp.asarray(1 + 2 * self.refinements),
+            residual=at.residual,
+            converged=system.is_stable(at.value, at.k_value),
+            products=1 + 2 * at.rounds,
             jitter=jitter,
         )
 
@@ -193,8 +216,9 @@ def _kronecker_softmax(
 
 
 def _low_rank(op: LowRankOperator, factor: AbstractFactor, ridge: Array) -> tuple[Inverse, Array]:
-    """Woodbury: `B⁻¹ = (I − A(λI + AᵀA)⁻¹Aᵀ)/λ` with `A = RᵀΦ`."""
-    A = factor.rmv(op.features).reshape(-1, op.features.shape[2])
+    """On the side of the rank: `v = ΦᵀΔα` solves `(λI + ΦᵀWΦ)v = Φᵀb`, and `Δα = (b − WΦv)/λ`."""
+    flat = op.features.reshape(-1, op.features.shape[2])
+    A = factor.rmv(op.features).reshape(flat.shape)
     gram = jnp.dot(A.T, A, precision=HIGHEST)
 
     def cholesky(ridge: Array) -> Array:
@@ -202,9 +226,10 @@ def _low_rank(op: LowRankOperator, factor: AbstractFactor, ridge: Array) -> tupl
 
     chol, used = _with_jitter(cholesky, ridge, jnp.trace(gram))
 
-    def solve_b(v: Array) -> Array:
-        flat = v.reshape(-1)
-        inner = jax.scipy.linalg.cho_solve((chol, True), jnp.dot(A.T, flat, precision=HIGHEST))
-        return ((flat - jnp.dot(A, inner, precision=HIGHEST)) / used).reshape(v.shape)
+    def inverse(b: Array, k_b: Array) -> Array:
+        inner = jnp.dot(flat.T, b.reshape(-1), precision=HIGHEST)
+        v = jax.scipy.linalg.cho_solve((chol, True), inner)
+        outputs = jnp.dot(flat, v, precision=HIGHEST).reshape(b.shape)
+        return (b - factor.hess_mv(outputs)) / used
 
-    return _symmetric_form(solve_b, factor, used), used - ridge
+    return inverse, used - ridge
