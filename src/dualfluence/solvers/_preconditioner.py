@@ -18,6 +18,10 @@ ORTHONORMAL_PASSES = 3
 """Passes of Cholesky-QR. One fewer leaves columns that are dependent up to rounding far from
 orthonormal; one more only costs two thin products."""
 
+SAFE_SHIFT = 64.0
+"""A small matrix that rounding made indefinite is shifted by so many `eps` of its trace. Doubled, the
+smallest directions of a sketch count for less."""
+
 RIDGE_FLOOR = 8.0
 """The ridge of a preconditioner is at least so many `eps` of its trace. Doubled, conjugate gradients take
 a little longer where `λ` is below that."""
@@ -116,6 +120,17 @@ def orthonormal(columns: Float[Array, "m r"]) -> Float[Array, "m r"]:
 
 
 def _inverse_root(matrix: Float[Array, "r r"]) -> Float[Array, "r r"]:
-    """`L⁻¹` with `LLᵀ` the matrix: small, and then every use of it is a product."""
+    """`L⁻¹` with `LLᵀ` the matrix: small, and then every use of it is a product.
+
+    Where rounding has made the matrix indefinite it is shifted: what comes of it is only a basis, or
+    a preconditioner.
+    """
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
-    return jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(matrix), eye, lower=True)
+    shift = SAFE_SHIFT * jnp.finfo(matrix.dtype).eps * jnp.maximum(jnp.trace(matrix), 0)
+    chol = jnp.linalg.cholesky(matrix)
+    chol = jax.lax.cond(
+        jnp.isnan(chol).any(),
+        lambda: jnp.linalg.cholesky(matrix + jnp.where(shift > 0, shift, 1) * eye),
+        lambda: chol,
+    )
+    return jax.scipy.linalg.solve_triangular(chol, eye, lower=True)
