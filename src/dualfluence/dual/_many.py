@@ -126,7 +126,9 @@ def reweighted(
     pre = fitted.preconditioner if preconditioner is None else preconditioner
     args = (op, problem_of(fitted), pre, fitted.kernel_diagonal)
     if until is None and relative is None:
-        state, report = _step(*args, weights, state, jnp.asarray(tight, dtype), False)
+        state, report = _step(
+            *args, weights, state, jnp.full(weights.shape[1], tight, dtype), False
+        )
         bound = np.asarray(report.gradient + report.rounding) / fitted.ridge
         return Many(*state, bound, np.asarray(report.solved), 1)
     return _iterate(args, weights, state, fitted.ridge, until, relative, tight, progress)
@@ -177,7 +179,10 @@ def _iterate(
             done = done | done_now
             if done.all() or steps == MAX_STEPS:
                 break
-            inner = jnp.asarray(max(rtol, LOOSEST ** (steps + 1)), dtype)
+            # Steps repeat, so that none needs more than half the digits; a column that is done, whose
+            # right-hand side is rounding, must not iterate on it.
+            needed = max(rtol, LOOSEST ** (steps + 1), float(jnp.finfo(dtype).eps) ** 0.5)
+            inner = jnp.asarray(np.where(done, np.inf, needed), dtype)
             moved, report = _step(op, problem, pre, diagonal, weights, state, inner, True)
             gradient = np.asarray(report.gradient)
             # Columns that are done keep their state: a step at the floor only adds rounding.
@@ -251,10 +256,12 @@ def _step(
 ) -> tuple[tuple[Array, Array], _Report]:
     """One Newton step of (★) for every column."""
 
-    def column(w: Array, alpha: Array, k_alpha: Array) -> tuple[tuple[Array, Array], _Report]:
+    def column(
+        w: Array, tol: Array, alpha: Array, k_alpha: Array
+    ) -> tuple[tuple[Array, Array], _Report]:
         here, at = _with_weights(problem, w), State(alpha, k_alpha)
         rho = here.residual(at)
-        delta, k_delta, solved = _solve(op, here, at, -rho, preconditioner, rtol)
+        delta, k_delta, solved = _solve(op, here, at, -rho, preconditioner, tol)
         t = _line_search(here, at, rho, delta, k_delta) if damped else jnp.ones((), w.dtype)
         new = State(alpha + t * delta, k_alpha + t * k_delta)
         rho = here.residual(new)
@@ -262,7 +269,7 @@ def _step(
         report = _Report(norms.gradient, norms.rounding, norms.parameters, t, solved)
         return (new.alpha, new.k_alpha), report
 
-    return jax.vmap(column, in_axes=(1, 2, 2), out_axes=((2, 2), 0))(weights, *state)
+    return jax.vmap(column, in_axes=(1, 0, 2, 2), out_axes=((2, 2), 0))(weights, rtol, *state)
 
 
 def _solve(
