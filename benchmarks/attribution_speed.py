@@ -17,9 +17,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dualfluence.apps.compare._kit import fully_connected
 
 import dualfluence as dfl
+from dualfluence.apps.compare._networks import fully_connected
 from dualfluence.dual._inverse import folded
 from dualfluence.dual._many import problem_of
 

@@ -36,9 +36,6 @@ def test_refined_effects_are_true_leave_one_out_on_500_images():
     for column, i in enumerate(points):
         exact = fitted.retrain(dfl.Remove([int(i)]), progress=False)
         truth[:, column] = exact.delta_loss(xq, yq)
-        step = exact.state.alpha - fitted.state.alpha
-        # A bound holds if it is at least the distance that is left; outputs at all points see it.
-        assert step.shape == (500, 10)
     assert np.all(got.distance_bound <= 1e-4 * size)
     flat = np.corrcoef(got.values[:, points].ravel(), truth.ravel())[0, 1]
     assert flat > 0.999

@@ -83,7 +83,7 @@ def attribute(
         own=own,
         outputs_without=without,
         distance_bound=bounds if refine is not None else None,
-        notes=_notes(fitted, form.describe, first_order, refine, points),
+        notes=_notes(fitted, form.describe, first_order, refine, points, bounds),
         stats=stats,
         x=np.asarray(fitted.x),
         y=np.asarray(fitted.data.targets),
@@ -325,13 +325,20 @@ def _ticker(points: np.ndarray, progress: bool | ProgressFn) -> Ticker:
 
 
 def _notes(
-    fitted: Fitted, form: str, first_order: bool, refine: float | None, points: np.ndarray
+    fitted: Fitted,
+    form: str,
+    first_order: bool,
+    refine: float | None,
+    points: np.ndarray,
+    bounds: np.ndarray,
 ) -> tuple[str, ...]:
     notes = [form]
     if first_order:
         notes.append("first order: neither leverage nor the renormalised mean is accounted for")
     elif refine is None:
         notes.append("one Newton step per left-out point, exact for squared error")
+    if refine is not None and (short := int((bounds > refine).sum())):
+        notes.append(f"{short} points stopped at the rounding floor, short of {refine:g}")
     missing = fitted.data.num_points - points.size
     if missing:
         notes.append(f"{missing} points have weight zero and no effect")

@@ -27,10 +27,14 @@ MAX_HALVINGS = 40
 MAX_STEPS = 100
 CG_STEPS = 1000
 LOOSEST = 0.1
-"""Inner tolerance of the first of several steps; a tighter one spends products on a far optimum."""
+"""Inner tolerance of the first of several steps, squared for the second and so on: near the end
+Newton's method gains digits as fast, and a tighter start spends products on a far optimum."""
 
 STALLED = 0.9
-"""A full step that leaves more than this share of the gradient has met the rounding floor."""
+"""A full step that leaves more than this share of the gradient gains nothing."""
+
+STALLED_STEPS = 3
+"""Such steps in a row after which a column stands at its rounding floor; one alone may be a loose solve."""
 
 LIVE_COPIES = 16
 """Arrays of shape `(n, c, k)` alive in a step, for the choice of `k`."""
@@ -122,7 +126,9 @@ def reweighted(
     pre = fitted.preconditioner if preconditioner is None else preconditioner
     args = (op, problem_of(fitted), pre, fitted.kernel_diagonal)
     if until is None and relative is None:
-        state, report = _step(*args, weights, state, jnp.asarray(tight, dtype), False)
+        state, report = _step(
+            *args, weights, state, jnp.full(weights.shape[1], tight, dtype), False
+        )
         bound = np.asarray(report.gradient + report.rounding) / fitted.ridge
         return Many(*state, bound, np.asarray(report.solved), 1)
     return _iterate(args, weights, state, fitted.ridge, until, relative, tight, progress)
@@ -165,16 +171,18 @@ def _iterate(
     op, problem, pre, diagonal = args
     dtype = weights.dtype
     report = _inspect(op, problem, diagonal, weights, state)
-    first = np.maximum(np.asarray(report.gradient), 1e-300)
     done, steps, last = np.zeros(weights.shape[1], bool), 0, np.asarray(report.gradient)
+    stalled = np.zeros(weights.shape[1], int)
     with Ticker(MAX_STEPS, "edits in a batch", progress) as ticker:
         while True:
             bound, done_now = _judge(report, ridge, until, relative)
             done = done | done_now
             if done.all() or steps == MAX_STEPS:
                 break
-            loose = LOOSEST * float(np.min(np.where(done, 1, last / first)))
-            inner = jnp.asarray(max(rtol, min(LOOSEST, loose)), dtype)
+            # Steps repeat, so that none needs more than half the digits; a column that is done, whose
+            # right-hand side is rounding, must not iterate on it.
+            needed = max(rtol, LOOSEST ** (steps + 1), float(jnp.finfo(dtype).eps) ** 0.5)
+            inner = jnp.asarray(np.where(done, np.inf, needed), dtype)
             moved, report = _step(op, problem, pre, diagonal, weights, state, inner, True)
             gradient = np.asarray(report.gradient)
             # Columns that are done keep their state: a step at the floor only adds rounding.
@@ -182,8 +190,9 @@ def _iterate(
             state = tuple(  # type: ignore[assignment]
                 jnp.where(keep, a, b) for a, b in zip(state, moved, strict=True)
             )
-            full = np.asarray(report.step_size) == 1
-            done = done | ((gradient > STALLED * last) & full)
+            idle = (gradient > STALLED * last) & (np.asarray(report.step_size) == 1)
+            stalled = np.where(idle, stalled + 1, 0)
+            done = done | (stalled == STALLED_STEPS)
             last, steps = gradient, steps + 1
             ticker.tick()
     # The bound that is handed out rests on a product Kα of its own, not on the sum of steps.
@@ -247,10 +256,12 @@ def _step(
 ) -> tuple[tuple[Array, Array], _Report]:
     """One Newton step of (★) for every column."""
 
-    def column(w: Array, alpha: Array, k_alpha: Array) -> tuple[tuple[Array, Array], _Report]:
+    def column(
+        w: Array, tol: Array, alpha: Array, k_alpha: Array
+    ) -> tuple[tuple[Array, Array], _Report]:
         here, at = _with_weights(problem, w), State(alpha, k_alpha)
         rho = here.residual(at)
-        delta, k_delta, solved = _solve(op, here, at, -rho, preconditioner, rtol)
+        delta, k_delta, solved = _solve(op, here, at, -rho, preconditioner, tol)
         t = _line_search(here, at, rho, delta, k_delta) if damped else jnp.ones((), w.dtype)
         new = State(alpha + t * delta, k_alpha + t * k_delta)
         rho = here.residual(new)
@@ -258,7 +269,7 @@ def _step(
         report = _Report(norms.gradient, norms.rounding, norms.parameters, t, solved)
         return (new.alpha, new.k_alpha), report
 
-    return jax.vmap(column, in_axes=(1, 2, 2), out_axes=((2, 2), 0))(weights, *state)
+    return jax.vmap(column, in_axes=(1, 0, 2, 2), out_axes=((2, 2), 0))(weights, rtol, *state)
 
 
 def _solve(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...dual._fitted import Fitted
+from ...metrics import accuracy
 from ...operators import DenseOperator, KroneckerOperator, MixedOperator
 from ._data import Data, fit_model
 
@@ -33,7 +34,7 @@ def audit(
     report(f"leaving out each of {len(data.x)} points")
     result = fitted.attribute(data.xq, data.yq, progress=False)
     outputs = jnp.asarray(result.outputs_without)
-    groups = _groups(data)
+    answers, groups = fitted.predict(data.xq), _groups(data)
     report(f"leaving out {len(groups)} groups")
     grouped = fitted.attribute_groups(groups, data.xq, data.yq, progress=False)
     return {
@@ -45,9 +46,8 @@ def audit(
         "data": data,
         "notes": result.notes,
         "ridge": ridge,
-        "query_loss": float(
-            np.mean(fitted.loss.value(fitted.predict(data.xq), _targets(fitted, data.yq)))
-        ),
+        "query_loss": float(jnp.mean(fitted.loss.value(answers, _targets(fitted, data.yq)))),
+        "accuracy": accuracy(answers, data.yq) if data.is_classes else None,
         "seconds": time.perf_counter() - start,
     }
 

@@ -17,10 +17,10 @@ STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}
 body{color:#111;background:#fff}
 h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}.note{color:#444;font-size:.9rem}
-.row{display:flex;flex-wrap:wrap;gap:.6rem;align-items:flex-start;margin:.4rem 0}
-.card{width:6rem;text-align:center;font-size:.8rem;line-height:1.25}
+.row{display:flex;flex-wrap:wrap;gap:.5rem;align-items:flex-start;margin:.4rem 0}
+.card{width:6rem;box-sizing:border-box;text-align:center;font-size:.8rem;line-height:1.25}
 .card{border:2px solid #ddd;border-radius:.4rem;padding:.3rem}
-.card img{width:100%;image-rendering:pixelated}.card b{display:block;font-size:.9rem}
+.card img{width:100%;image-rendering:pixelated}.card b{font-size:.9rem}
 .helpful{border-color:#0072B2}.harmful{border-color:#D55E00}.query{border-color:#111}
 .strip{display:grid;grid-template-columns:7rem 1fr;gap:.8rem;border-bottom:1px solid #ddd;padding:.8rem 0}
 .kind{font-size:.85rem;font-weight:600}.kind.helpful{color:#0072B2}.kind.harmful{color:#B34700}
@@ -63,18 +63,18 @@ def write_audit(result: dict[str, Any], page: Path, table: Path, *, shown: int =
         given = html.escape(label(data.y, i))
         if predicted is None:
             return f"target {given}"
-        return f"label <b>{given}</b> model says <b>{int(predicted[i])}</b>"
+        return f"label <b>{given}</b><br>model says <b>{int(predicted[i])}</b>"
 
     text = f"""
 <h1>Audit of a training set</h1>
 <p>{len(data.x)} examples ({html.escape(data.name)}), judged by models trained <i>without</i> each of them
-in turn. Mean error on {len(data.xq)} fresh questions: {result["query_loss"]:.3g}.</p>
+in turn. {_skill(result)}</p>
 <h2>Labels that look wrong</h2>
 <p>The model that never saw the example disagrees most with its label. Check these first.</p>
 {_cards(data, _order(suspicion), says, "harmful", shown)}
 <h2>Most harmful examples</h2>
-<p>Leaving one of these out would lower the error on fresh questions most.</p>
-{_cards(data, _order(harm), lambda i: f"{says(i)} <b>−{abs(harm[i]):.2g}</b>", "harmful", shown // 2)}
+<p>Leaving one of these out would lower the error on fresh questions most, by the number below.</p>
+{_cards(data, _order(harm), lambda i: f"{says(i)}<br><b>{-harm[i]:+.2g}</b>", "harmful", shown // 2)}
 <h2>Most isolated examples</h2>
 <p>Nothing else in the set is like them: rare cases, or errors of measurement.</p>
 {_isolated(data, alone, says, shown // 2)}
@@ -96,6 +96,13 @@ examples do one by one. A large difference means that they stand in for each oth
     _write_csv(table, rows)
 
 
+def _skill(result: dict[str, Any]) -> str:
+    count, loss = len(result["data"].xq), result["query_loss"]
+    right = result["accuracy"]
+    answers = "" if right is None else f"The model answers {100 * right:.1f} % of them right. "
+    return f"Then {count} fresh questions were put to the model. {answers}Mean error (loss): {loss:.3f}."
+
+
 def _order(values: np.ndarray) -> np.ndarray:
     return np.argsort(-np.asarray(values), kind="stable")
 
@@ -113,7 +120,9 @@ def _strip(result: dict[str, Any], q: int) -> str:
     for kind in ("helpful", "harmful"):
         ranked = getattr(top, kind)
         cards = "".join(
-            _card(data.x[i], f"{html.escape(label(data.y, int(i)))} <b>{v:+.2g}</b>", kind, f"#{i}")
+            _card(
+                data.x[i], f"{html.escape(label(data.y, int(i)))}<br><b>{v:+.2g}</b>", kind, f"#{i}"
+            )
             for i, v in zip(ranked.indices[q], ranked.values[q], strict=True)
         )
         rows += f'<div class="kind {kind}">{kind}</div><div class="row">{cards}</div>'
