@@ -35,8 +35,10 @@ from .losses import Convex as Convex
 from .losses import Logistic as Logistic
 from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
 from .losses import SquaredError as SquaredError
+from .models import Kernel as Kernel
 from .models._low_rank import low_rank as low_rank
 from .models._sources import PrecomputedKernel as PrecomputedKernel
+from .operators import UnsupportedStructure as UnsupportedStructure
 from .problem._certificate import Certificate as Certificate
 from .problem._edits import Add as Add
 from .problem._edits import Relabel as Relabel

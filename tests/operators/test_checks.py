@@ -32,4 +32,4 @@ def test_the_first_bad_entry_is_named():
     K = gram()
     K[91, 3], K[60, 2] = np.nan, np.inf
     with pytest.raises(ValueError, match=r"every entry must be finite, got inf at index \(60, 2\)"):
-        checks.check_kernel(DenseOperator(jnp.asarray(K), 1))
+        DenseOperator(jnp.asarray(K), 1).check()

@@ -11,7 +11,7 @@ from measured import compiled_peaks
 
 import dualfluence as dfl
 from dualfluence._support import memory
-from dualfluence.operators import DenseOperator, KroneckerOperator, take_block
+from dualfluence.operators import DenseOperator, KroneckerOperator
 
 SIZE = 2400
 LOSS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "progress": False}
@@ -93,10 +93,10 @@ def test_a_block_is_copied_panel_by_panel(kind, proportions):
     rows = jax.ShapeDtypeStruct((SIZE // c // 2,), jnp.int32)
     K = jax.ShapeDtypeStruct((SIZE, SIZE), jnp.float32)
     jax.config.update("jax_disable_most_optimizations", False)
-    found = jax.jit(lambda K, rows: take_block(kind(K, c), rows).matrix).lower(K, rows).compile()
+    found = jax.jit(lambda K, rows: kind(K, c).take(rows).matrix).lower(K, rows).compile()
     assert found.memory_analysis().temp_size_in_bytes <= 0.1 * proportions
     values = np.random.default_rng(0).normal(size=(60, 60))
     some = np.asarray([0, 3, 4])
     flat = (some[:, None] * c + np.arange(c)).reshape(-1)
-    got = take_block(kind(jnp.asarray(values), c), some).matrix
+    got = kind(jnp.asarray(values), c).take(some).matrix
     np.testing.assert_array_equal(got, values[np.ix_(flat, flat)])

@@ -16,7 +16,6 @@ from .._support.checks import OVERFLOW, check_finite, check_indices, check_queri
 from .._support.compile import filter_jit
 from .._support.memory import memory_budget
 from .._support.progress import ProgressFn, Ticker
-from ..models._low_rank import AbstractLowRankSource
 from ._attribution import Attribution, GroupAttribution
 from ._fitted import Fitted
 from ._leave_one_out import Steps, leave_one_out
@@ -172,7 +171,7 @@ def _gap(fitted: Fitted) -> float:
 
 
 def _low_rank_reading(fitted: Fitted, delta: Float[Array, "n c k"]) -> Array:
-    if not isinstance(fitted.source, AbstractLowRankSource):
+    if not fitted.source.has_features:
         return delta
     features = fitted.source.features(fitted.x).astype(delta.dtype)
     return jnp.einsum("ncr,nck->rk", features, delta, precision=HIGHEST)
@@ -241,10 +240,8 @@ def _reader(
         if i in held:
             return held[i]
         part = xq[i : i + rows]
-        if isinstance(source, AbstractLowRankSource):
-            block = source.features(part)
-        else:
-            block = source.block(part, fitted.x, False)
+        low = source.has_features
+        block = source.features(part) if low else source.block(part, fitted.x, False)
         block = block.astype(dtype)
         # Kept for the next block of points if the queries are one block, which is the usual case.
         if rows >= q:

@@ -14,13 +14,7 @@ from .._support.records import to_plain
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..operators import (
     AbstractKernelOperator,
-    BorderedOperator,
-    DenseOperator,
-    KroneckerOperator,
-    MatrixFreeOperator,
-    MixedOperator,
-    ShardedMatrixFreeOperator,
-    ShardedOperator,
+    UnsupportedStructure,
 )
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
@@ -119,19 +113,14 @@ class LossName(NamedTuple):
 
 
 def describe_operator(op: AbstractKernelOperator) -> OperatorForm:
-    narrow = op.op if isinstance(op, MixedOperator) else op
-    inner = narrow
-    while isinstance(inner, (BorderedOperator, ShardedOperator)):
-        inner = inner.op
-    implicit = isinstance(inner, (MatrixFreeOperator, ShardedMatrixFreeOperator))
-    held = isinstance(inner, (DenseOperator, KroneckerOperator))
+    precision = op.product_precision
     return OperatorForm(
-        kronecker=isinstance(inner, KroneckerOperator),
-        form="matrix-free" if implicit else "auto",
-        refined=isinstance(op, MixedOperator),
-        precision=inner.precision.name if held else None,
+        kronecker=op.is_kronecker,
+        form="matrix-free" if op.follows_points else "auto",
+        refined=op.narrow is not op,
+        precision=None if precision is None else precision.name,
         on_disk=not op.in_memory,
-        dtype=jnp.dtype(narrow.dtype).name,
+        dtype=jnp.dtype(op.narrow.dtype).name,
     )
 
 
@@ -166,10 +155,10 @@ def _reference_arrays(reference: Reference, tangent_params: PyTree) -> dict[str,
 
 
 def _entries(op: AbstractKernelOperator) -> Array:
-    inner = op.op if isinstance(op, MixedOperator) else op
-    if not isinstance(inner, (DenseOperator, KroneckerOperator)):
-        raise ValueError(
+    inner = op.narrow
+    if not inner.has_entries:
+        raise UnsupportedStructure(
             f"save: a {type(inner).__name__} has no entries in one place to store. Save without "
             "include_kernel; load computes K again, or takes it as kernel_op."
         )
-    return inner.matrix
+    return inner.entries()

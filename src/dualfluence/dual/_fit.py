@@ -28,7 +28,6 @@ from ..models._sources import FORMS, as_source
 from ..operators import (
     AbstractKernelOperator,
 )
-from ..operators._checks import check_kernel
 from ..operators._layout import Device
 from ..solvers import (
     AbstractDualSolver,
@@ -157,5 +156,5 @@ def kernel_operator(
     dtype = network.dtype if network is not None else jnp.result_type(float)
     form, _ = choose_form(source, form, features.shape[0], c, dtype)
     op = source.operator(features, c, form=form, progress=progress)
-    check_kernel(op)
+    op.check()
     return op

@@ -24,8 +24,8 @@ from .._support.options import (
 )
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
-from ..models._sharded import ShardedSource, spread
-from ..models._sources import AbstractSource, JacobianSource, NetworkSource, make_jacobian
+from ..models._sharded import ShardedSource
+from ..models._sources import AbstractSource
 from ..operators import AbstractKernelOperator
 from ..operators._layout import Device, Layout, as_mesh, on_mesh, rows_for
 from ..problem._certificate import Certificate
@@ -44,7 +44,7 @@ from ._drift import check_drift, distance_limit, exceeds, follow, told
 from ._fidelity import Fidelity
 from ._file import write_record
 from ._newton import op_diagonal, op_mv
-from ._purge import check_settled, purged_data, purged_operator, purged_source, stand_ins
+from ._purge import check_settled, purged_data, purged_operator, stand_ins
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
 from ._setup import make_preconditioner
@@ -240,12 +240,12 @@ class Fitted(DualModel):
         mesh = as_mesh(mesh)
         self = self.without_spare_rows()
         layout = on_mesh(self.data.num_points, mesh)
-        op, pre = spread(self.kernel_op, layout), self.preconditioner
+        op, pre = self.kernel_op.spread(layout), self.preconditioner
         if isinstance(pre, SpectralPreconditioner):
             pre = SpectralPreconditioner(layout.place(pre.features))
         return replace(
             self,
-            source=ShardedSource(_without_jacobian(self.source), mesh),
+            source=ShardedSource(self.source.without_jacobian(), mesh),
             kernel_op=op,
             state=State(layout.place(self.state.alpha), layout.place(self.state.k_alpha)),
             offset=layout.place(self.offset, "last"),
@@ -265,15 +265,10 @@ class Fitted(DualModel):
                 "with_jacobian: rows on a mesh are read out where they live, without J."
             )
         model, rows = self.network, self.data.num_points * self.num_outputs
-        if not isinstance(self.source, NetworkSource):
-            raise TypeError(
-                f"with_jacobian: the parameters of a {type(self.source).__name__} are not θ₀ + Jᵀα, so "
-                "that J would give others. Fit the network itself, from linearize."
-            )
         size = jnp.dtype(model.dtype).itemsize
         needed, hint = rows * model.num_params * size, "Go without it."
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
-        return replace(self, source=JacobianSource(model, make_jacobian(model, self.x)))
+        return replace(self, source=self.source.with_jacobian(self.x))
 
     def _zero(self) -> State:
         """`α = 0`."""
@@ -419,7 +414,7 @@ class Fitted(DualModel):
         base, rows = self.without_spare_rows(), stand_ins(self.data)
         data = purged_data(self.data, rows)
         op = purged_operator(base.kernel_op, data.x, rows)
-        source = purged_source(self.source, self.data, data)
+        source = self.source.purged(self.data.x, self.data.sample_weights > 0, data.x)
         check_settled(base.state.alpha, base.kernel_diagonal, gone)
         alpha = jnp.where((data.sample_weights > 0)[:, None], base.state.alpha, 0)
         reference, pre = self.reference, self.preconditioner
@@ -621,10 +616,6 @@ class Update(DualModel):
             certificate=self.certificate,
             stats=self.stats,
         )
-
-
-def _without_jacobian(source: AbstractSource) -> AbstractSource:
-    return NetworkSource(source.model) if isinstance(source, JacobianSource) else source
 
 
 def _square(state: State) -> Float[Array, ""]:

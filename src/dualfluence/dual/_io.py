@@ -1,7 +1,6 @@
 """Load a fitted state: nothing in its file is believed before it was checked."""
 
 import re
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +15,12 @@ from .._support.options import check_loss, check_path, check_progress
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
 from ..losses import AbstractLoss
-from ..models._sources import FORMS, AbstractSource, NetworkSource, as_source
+from ..models._sources import FORMS, AbstractSource, as_source
 from ..operators import (
     AbstractKernelOperator,
     DenseOperator,
     KroneckerOperator,
-    MixedOperator,
+    widen,
 )
 from ..problem._certificate import Certificate
 from ..problem._edits import TrainingSet
@@ -293,12 +292,11 @@ def _at_tangent(
     """The source with `J` where it was: at the parameters of the model, or at the trained ones."""
     if reference is None or reference.tangent != "trained":
         return source
-    if not isinstance(source, NetworkSource):
-        raise ValueError("load: the file holds a trained network; model must come from linearize.")
     params = reference.params
     if any(name.startswith("tangent_") for name in content.arrays):
-        params = _parameters(source.model.params, content, "tangent")
-    return NetworkSource(replace(source.model, params=params))
+        assert source.network is not None  # or there would be no reference
+        params = _parameters(source.network.params, content, "tangent")
+    return source.at_params(params)
 
 
 def _parameters(own: PyTree, content: Content, kind: str) -> PyTree:
@@ -335,10 +333,9 @@ def _operator(
     else:
         form, _ = choose_form(source, how.form, n, c, jnp.dtype(how.dtype))
         op = source.operator(x, c, form=form, progress=progress)
-    if how.precision is not None and isinstance(op, (DenseOperator, KroneckerOperator)):
-        op = replace(op, precision=Precision[how.precision])
-    wide = how.refined and op.dtype != arrays["alpha"].dtype
-    return MixedOperator(op) if wide and not isinstance(op, MixedOperator) else op
+    if how.precision is not None and op.product_precision is not None:
+        op = op.with_precision(Precision[how.precision])
+    return widen(op) if how.refined and op.dtype != arrays["alpha"].dtype else op
 
 
 def _check_diagonal(source: AbstractSource, x: Any, content: Content) -> None:

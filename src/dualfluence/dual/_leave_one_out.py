@@ -261,7 +261,7 @@ def leave_one_out(
         return batched
     if isinstance(op, LowRankOperator):
         return LowRankForm(terms, ridges, first_order, op)
-    if isinstance(op, (DenseOperator, KroneckerOperator)) and op.dtype != dtype:
+    if isinstance(op, DenseOperator | KroneckerOperator) and op.dtype != dtype:
         op = eqx.tree_at(lambda o: o.matrix, op, op.matrix.astype(dtype))
     if isinstance(op, KroneckerOperator) and isinstance(terms.factor, DiagonalFactor):
         return KroneckerDiagonalForm(terms, ridges, first_order, op)
@@ -282,7 +282,7 @@ def shared_inverse(fitted: Fitted) -> SharedInverse | None:
     """A preconditioner for leave-one-out systems, where `K` is small enough to factor."""
     op = plain(fitted.kernel_op)
     size = op.num_points * op.num_outputs
-    if not isinstance(op, (DenseOperator, KroneckerOperator)) or size > DIRECT_PRECONDITIONER:
+    if not op.has_entries or size > DIRECT_PRECONDITIONER:
         return None
     K = op.dense().astype(fitted.state.alpha.dtype)
     factor = problem_of(fitted).factor(fitted.state)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from .._support.compile import filter_jit
 from .._support.memory import memory_budget
 from .._support.progress import ProgressFn, Ticker
-from ..operators import AbstractKernelOperator, MixedOperator
+from ..operators import AbstractKernelOperator
 from ..problem._certificate import measure_norms
 from ..problem._objective import Problem, State
 from ..solvers import AbstractPreconditioner
@@ -319,4 +319,4 @@ def _line_search(problem: Problem, state: State, rho: Array, delta: Array, k_del
 
 def plain(op: AbstractKernelOperator) -> AbstractKernelOperator:
     """The operator under a mixed-precision one."""
-    return op.op if isinstance(op, MixedOperator) else op
+    return op.narrow

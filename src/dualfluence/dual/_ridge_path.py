@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit
 from ..losses import DiagonalFactor, SquaredError
-from ..operators import DenseOperator, KroneckerOperator
+from ..operators import UnsupportedStructure
 from ._fitted import Fitted
 from ._inverse import folded
 from ._leave_one_out import Terms
@@ -184,12 +184,12 @@ def _spectra(fitted: Fitted) -> list[_Spectrum]:
     op, problem = plain(fitted.kernel_op), problem_of(fitted)
     alpha, dtype = fitted.state.alpha, fitted.state.alpha.dtype
     factor, g = problem.factor(fitted.state), problem.loss_grad(fitted.state)
-    if not isinstance(op, (DenseOperator, KroneckerOperator)):
-        raise ValueError(
+    if not op.has_entries:
+        raise UnsupportedStructure(
             f"ridge_path: needs the entries of K for an eigendecomposition, not {type(op).__name__}. "
             "Fit with form='dense' on fewer points."
         )
-    split = isinstance(op, KroneckerOperator) and isinstance(factor, DiagonalFactor)
+    split = op.is_kronecker and isinstance(factor, DiagonalFactor)
     size = op.num_points * (1 if split else op.num_outputs)
     if size > MAX_SIZE:
         raise ValueError(
@@ -203,7 +203,7 @@ def _spectra(fitted: Fitted) -> list[_Spectrum]:
     scale = jnp.broadcast_to(factor.scale, alpha.shape)
     return [
         _spectrum(
-            op.matrix.astype(dtype),
+            op.entries().astype(dtype),
             Terms(alpha[:, [a]], g[:, [a]], DiagonalFactor(scale[:, [a]])),
         )
         for a in range(op.num_outputs)

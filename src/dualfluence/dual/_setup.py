@@ -1,7 +1,6 @@
 """What a fit needs before its first step: checked data, `K`, base outputs, a preconditioner."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -34,20 +33,13 @@ from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_network
-from ..models._low_rank import AbstractLowRankSource, nystrom
+from ..models._low_rank import nystrom
 from ..models._sharded import ShardedSource
 from ..models._sources import FORMS, AbstractSource
 from ..operators import (
     AbstractKernelOperator,
-    DenseOperator,
-    KroneckerOperator,
-    LowRankOperator,
-    MatrixFreeOperator,
-    MixedOperator,
-    ShardedMatrixFreeOperator,
-    ShardedOperator,
+    widen,
 )
-from ..operators._checks import check_kernel
 from ..operators._layout import Device, as_mesh
 from ..problem._edits import TrainingSet
 from ..solvers import (
@@ -123,7 +115,7 @@ def prepare(
     else:
         check_same_kernel(source, features, op)
     check_ridge(ridge, op.dtype)
-    checked = check_kernel(op)
+    checked = op.check()
     if base is None:
         base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
     if base.dtype != dtype or op.dtype != dtype:
@@ -181,8 +173,9 @@ def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: A
 
 def check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
     """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
-    if isinstance(op, (LowRankOperator, ShardedOperator)) or isinstance(source, ShardedSource):
-        return
+    on_devices = op.layout.sharding is not None or source.layout(x).sharding is not None
+    if op.rank is not None or on_devices:
+        return  # an approximation has another diagonal; rows on a mesh are not picked one by one
     where = np.unique(np.linspace(0, x.shape[0] - 1, PROBES).astype(int))
     own = source.operator(x[where], op.num_outputs, form="auto", progress=False).diagonal()
     given = op_diagonal(op)[where]
@@ -204,24 +197,18 @@ def with_precision(
         op, error = _at_precision(op, precision)
         notes += (f"products in {precision.name} precision, off by {error:.1e} of their norm",)
     if refine and op.dtype != jnp.float64:
-        op = MixedOperator(op)
+        op = widen(op)
         targets = loss.prepare_targets(y, op.num_outputs, op.dtype)
         data = TrainingSet(data.x, targets, data.sample_weights)
         base = base.astype(op.dtype)
-        notes += (f"{op.op.dtype} kernel, residuals and dual variables in float64",)
+        notes += (f"{op.narrow.dtype} kernel, residuals and dual variables in float64",)
     return Setup(data, op, base, notes)
 
 
 def _at_precision(
     op: AbstractKernelOperator, precision: jax.lax.Precision
 ) -> tuple[AbstractKernelOperator, float]:
-    inner = op.op if isinstance(op, ShardedOperator) else op
-    if not isinstance(inner, (DenseOperator, KroneckerOperator)):
-        raise ValueError(
-            f"fit: precision applies to a dense or Kronecker K in memory, not {type(op).__name__}."
-        )
-    cheap = replace(inner, precision=precision)
-    cheap = replace(op, op=cheap) if isinstance(op, ShardedOperator) else cheap
+    cheap = op.with_precision(precision)
     probe = np.random.default_rng(0).normal(size=(op.layout.num_points, op.num_outputs))
     v = op.layout.place(probe.astype(op.dtype))
     exact = op_mv(op, v)
@@ -241,10 +228,10 @@ def place_source(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -
 def choose_form(
     source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: Any
 ) -> tuple[str, tuple[str, ...]]:
-    if isinstance(source, AbstractLowRankSource):
+    if source.has_features:
         return form, ()
     size = num_points * num_outputs
-    devices = source.mesh.size if isinstance(source, ShardedSource) else 1
+    devices = source.num_devices
     itemsize = jnp.dtype(dtype).itemsize
     needed, budget = size * size * itemsize, devices * memory_budget()
     if form == "dense" and source.network is not None:
@@ -281,18 +268,19 @@ def make_preconditioner(
     key: PRNGKeyArray | None,
 ) -> tuple[AbstractPreconditioner, Sketched]:
     """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
-    op = op.op if isinstance(op, MixedOperator) else op
+    op = op.narrow
     solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs
-    on_devices = isinstance(op, ShardedMatrixFreeOperator)
+    on_devices = op.layout.sharding is not None
     if rank is None:
-        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not on_devices else 0
+        dear = op.follows_points and on_devices
+        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not dear else 0
     if rank == 0:
         return NoPreconditioner(), Sketched()
     if not 0 < rank <= size:
         raise ValueError(f"fit: rank must be in [0, n·c] = [0, {size}], got {rank}.")
     key = jax.random.key(0) if key is None else key
-    if isinstance(op, MatrixFreeOperator):
+    if op.follows_points and not on_devices:
         # A block product costs as much as `rank` products here; landmark columns are entries.
         features = nystrom(source, x, rank, op.num_outputs, key).features(x)
         note = f"preconditioner: {features.shape[2]} columns of K at landmarks"

@@ -1,6 +1,7 @@
 r"""Kernels of low rank, `K ≈ ΦΦᵀ`: random features of the gradient, and Nyström."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +15,7 @@ from .._support.compile import filter_jit, jit
 from .._support.options import check_choice, check_count, check_key, maybe
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
-from ..operators import AbstractKernelOperator, LowRankOperator, MixedOperator
+from ..operators import AbstractKernelOperator, LowRankOperator
 from ._checks import check_network
 from ._sources import AbstractSource, as_source, pull_back, take_rows
 
@@ -25,14 +26,17 @@ class AbstractLowRankSource(AbstractSource):
     """A model with features `φ(x)` of shape `(n, c, r)`: `K(x1, x2) = φ(x1) φ(x2)ᵀ`.
 
     Fits and edits solve on the side of the rank. Exact for the model `f₀(x) + φ(x)w` with the ridge
-    on `‖w‖²`; how near that is to the full kernel's model is the rank's affair.
+    on `‖w‖²`. That model is near the full kernel's where the rank is high enough for its spectrum.
     """
 
     base: eqx.AbstractVar[AbstractSource]
 
-    def features(self, x: Array) -> Float[Array, "n c r"]:
-        """`φ(x)`."""
-        raise NotImplementedError
+    @property
+    def has_features(self) -> bool:
+        return True
+
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
+        return replace(self, base=self.base.purged(x, kept, stand_ins))
 
     @property
     def network(self) -> Linearized | None:
@@ -68,9 +72,6 @@ class AbstractLowRankSource(AbstractSource):
         stop: int,
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        if isinstance(op, MixedOperator):
-            return MixedOperator(self.extend(op.op, x, start, stop, progress))
-        assert isinstance(op, LowRankOperator)
         new = self.features(take_rows(x, start, stop))
         return op.with_features(new, start, x.shape[0])
 
@@ -109,6 +110,10 @@ class NystromSource(AbstractLowRankSource):
     def features(self, x: Array) -> Float[Array, "n c r"]:
         block = _four_axes(self.base.block(x, self.landmarks, False), self.c)
         return _times(block.reshape(x.shape[0], self.c, -1), self.transform)
+
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
+        _check_landmarks(self.landmarks, x, kept)
+        return super().purged(x, kept, stand_ins)
 
     def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
         assert self.network is not None
@@ -186,6 +191,18 @@ def _four_axes(block: Array, c: int) -> Float[Array, "n c m c"]:
     if block.ndim == 4:
         return block
     return jnp.einsum("nm,ab->namb", block, jnp.eye(c, dtype=block.dtype), precision=HIGHEST)
+
+
+def _check_landmarks(landmarks: Array, x: Array, kept: np.ndarray) -> None:
+    marks = np.asarray(landmarks).reshape(len(landmarks), -1)
+    rows = np.asarray(x).reshape(kept.size, -1)
+    for mark in marks:
+        same = (rows == mark).all(axis=1)
+        if same.any() and not (same & kept).any():
+            raise ValueError(
+                f"purge: point {int(np.argmax(same))} is a landmark of this low-rank model, which is "
+                "made of it. Draw landmarks from the remaining points (low_rank) and fit again."
+            )
 
 
 def _direction(model: Linearized, key: PRNGKeyArray, rank: int) -> PyTree:

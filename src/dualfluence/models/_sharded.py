@@ -1,8 +1,6 @@
 """Any source of kernels with its work spread over a mesh: each device computes its own rows."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit
@@ -21,11 +19,10 @@ from ..operators import (
     BorderedOperator,
     DenseOperator,
     KroneckerOperator,
-    MatrixFreeOperator,
-    MixedOperator,
     ShardedMatrixFreeOperator,
     ShardedOperator,
 )
+from ..operators._devices import from_parts, on_each_device
 from ..operators._layout import AXIS, Device, Layout, map_shards, on_mesh
 from ._sources import AbstractSource, flatten_block
 
@@ -45,6 +42,10 @@ class ShardedSource(AbstractSource):
     @property
     def network(self) -> Linearized | None:
         return self.inner.network
+
+    @property
+    def num_devices(self) -> int:
+        return self.mesh.size
 
     def layout(self, x: Array) -> Layout:
         return on_mesh(x.shape[0], self.mesh)
@@ -93,42 +94,18 @@ class ShardedSource(AbstractSource):
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
         """New points come as a border with padding of its own: rows on a mesh never move."""
-        if isinstance(op, MixedOperator):
-            return MixedOperator(self.extend(op.op, x, start, stop, progress))
         host = np.asarray(x)
         old, new = op.layout, on_mesh(stop - start, self.mesh)
-        c = op.num_outputs
-        if isinstance(op, ShardedMatrixFreeOperator):
+        if op.follows_points:
             both = Layout((*old.blocks, *new.blocks), old.sharding)
-            rows = both.place(host[:stop], "last")
-            return ShardedMatrixFreeOperator(op.model, rows, c, both)
-        rows, cols = old.expand(host[:start]), new.expand(host[start:stop])
-        cross = _blocks(self.inner, rows, cols, c, old, progress)
-        return BorderedOperator(op, cross, _square(self.inner, cols, c, new, progress))
+            return op.at_points(host[:stop], both)
+        rows, cols, c = old.expand(host[:start]), new.expand(host[start:stop]), op.num_outputs
 
+        def border(narrow: AbstractKernelOperator) -> AbstractKernelOperator:
+            cross = _blocks(self.inner, rows, cols, c, old, progress)
+            return BorderedOperator(narrow, cross, _square(self.inner, cols, c, new, progress))
 
-def spread(op: AbstractKernelOperator, layout: Layout) -> AbstractKernelOperator:
-    """`K` held on one device with its rows moved to those of `layout`."""
-    if isinstance(op, MixedOperator):
-        return MixedOperator(spread(op.op, layout))
-    if isinstance(op, MatrixFreeOperator):
-        rows = layout.place(op.x, "last")
-        return ShardedMatrixFreeOperator(op.model, rows, op.num_outputs, layout)
-    if not isinstance(op, (DenseOperator, KroneckerOperator)):
-        raise ValueError(
-            f"on: a {type(op).__name__} cannot be moved to other devices. Fit again with mesh=..., "
-            "which computes every row where it belongs."
-        )
-    each = op.matrix.shape[0] // op.num_points
-    points = layout.expand(np.arange(op.num_points))
-    flat = (points[:, None] * each + np.arange(each)).reshape(points.size, each)
-
-    def take(device: Device, index: slice, report: bool | ProgressFn) -> Array:
-        return op.matrix[flat[index].reshape(-1)][:, flat.reshape(-1)]
-
-    parts = _on_each_device(take, layout, False)
-    matrix = jax.make_array_from_single_device_arrays((flat.size, flat.size), _rows(layout), parts)
-    return ShardedOperator(replace(op, matrix=matrix), layout)
+        return op.map_narrow(border)
 
 
 def _square(
@@ -154,7 +131,7 @@ def _blocks(
         block = _on(source, device).block(rows[index], cols, report)
         return flatten_block(block) if block.ndim == 4 else block
 
-    parts = _on_each_device(fill, layout, progress)
+    parts = on_each_device(fill, layout, progress)
     width = parts[0].shape[1]
     per_row = parts[0].shape[0] * layout.num_devices // layout.num_rows
     if (per_row, width) not in ((1, len(cols)), (c, c * len(cols))):
@@ -163,26 +140,7 @@ def _blocks(
             f"{per_row} rows per point and {width} columns for {len(cols)} points."
         )
     shape = (per_row * layout.num_rows, width)
-    return jax.make_array_from_single_device_arrays(shape, _rows(layout), parts)
-
-
-def _on_each_device(
-    fn: Callable[[Device, slice, bool | ProgressFn], Array],
-    layout: Layout,
-    progress: bool | ProgressFn,
-) -> list[Array]:
-    """`fn(device, rows)` for this process's devices, in parallel; the first one reports."""
-    index_map = _rows(layout).addressable_devices_indices_map((layout.num_rows,))
-    work = [(device, index[0]) for device, index in index_map.items() if index is not None]
-
-    def run(job: tuple[int, tuple[Device, slice]]) -> Array:
-        place, (device, index) = job
-        with jax.default_device(device):
-            made = fn(device, index, progress if place == 0 else False)
-        return jax.device_put(made, device)
-
-    with ThreadPoolExecutor(max_workers=len(work)) as pool:
-        return list(pool.map(run, enumerate(work)))
+    return from_parts(parts, layout, shape)
 
 
 def _on(source: AbstractSource, device: Device) -> AbstractSource:
@@ -190,11 +148,6 @@ def _on(source: AbstractSource, device: Device) -> AbstractSource:
     arrays, static = eqx.partition(source, eqx.is_array)
     local = jax.tree.map(lambda a: jax.device_put(np.asarray(a), device), arrays)
     return eqx.combine(local, static)
-
-
-def _rows(layout: Layout) -> NamedSharding:
-    assert layout.sharding is not None
-    return layout.sharding
 
 
 def _base_outputs(model: Linearized, x: Array) -> Array:
@@ -236,7 +189,7 @@ def _kernel_cross_mv(
         local = _on(source, device)
         return local.cross_mv(jnp.asarray(xq), jnp.asarray(rows[index]), shards[device])[None]
 
-    parts = _on_each_device(term, layout, False)
+    parts = on_each_device(term, layout, False)
     shape = (layout.num_devices, *parts[0].shape[1:])
-    terms = jax.make_array_from_single_device_arrays(shape, _rows(layout), parts)
+    terms = from_parts(parts, layout, shape)
     return jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.replicated)(terms)

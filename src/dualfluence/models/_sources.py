@@ -2,8 +2,9 @@
 
 import abc
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -17,19 +18,24 @@ from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import (
     AbstractKernelOperator,
-    BorderedOperator,
     DenseOperator,
     KroneckerOperator,
-    LowRankOperator,
     MatrixFreeOperator,
-    MixedOperator,
+    UnsupportedStructure,
+    grow,
 )
+from ..operators._layout import Layout, whole
+from ._kernel import is_symmetric
 
 FORMS = ("auto", "dense", "matrix-free")
 
 
 class AbstractSource(eqx.Module):
-    """Where `K` comes from: base outputs, the operator on training points, products with queries."""
+    """Where `K` comes from: base outputs, the operator on training points, products with queries.
+
+    Yours is a subclass with the four abstract methods. The others have a default that is right for any
+    source, or one that says what this source lacks.
+    """
 
     @property
     def network(self) -> Linearized | None:
@@ -56,7 +62,51 @@ class AbstractSource(eqx.Module):
 
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
-        raise NotImplementedError(f"{type(self).__name__} has no kernel entries.")
+        self._lacks("block", "It has no kernel entries; fit the network or the kernel itself.")
+
+    def layout(self, x: Array) -> Layout:
+        """Where the rows of a kernel of these points live."""
+        return whole(x.shape[0])
+
+    @property
+    def num_devices(self) -> int:
+        """Devices that share the rows."""
+        return 1
+
+    @property
+    def has_features(self) -> bool:
+        """Whether `K(x1, x2) = φ(x1) φ(x2)ᵀ` with the `φ` of `features`."""
+        return False
+
+    def features(self, x: Array) -> Float[Array, "n c r"]:
+        """`φ(x)`."""
+        self._lacks("features", "low_rank makes a model that has them.")
+
+    def with_jacobian(self, x: Array) -> "AbstractSource":
+        """The same source with `J` of its training points in memory."""
+        self._lacks(
+            "with_jacobian",
+            "Its parameters are not θ₀ + Jᵀα, so that J would give others. Fit the network itself, "
+            "from linearize.",
+        )
+
+    def without_jacobian(self) -> "AbstractSource":
+        """The same source without a `J` that it may hold."""
+        return self
+
+    def at_params(self, params: PyTree) -> "AbstractSource":
+        """The same network with `J` taken at `params`."""
+        self._lacks("at_params", "It has no parameters; the model must come from linearize.")
+
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "AbstractSource":
+        """The source without what it holds of the points of `x` that are not `kept`.
+
+        `stand_ins` are the points that take their rows.
+        """
+        self._lacks("purged", "It may hold removed points. Fit again without them.")
+
+    def _lacks(self, call: str, instead: str) -> NoReturn:
+        raise UnsupportedStructure(f"model: a {type(self).__name__} has no {call}. {instead}")
 
     def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, for a network."""
@@ -146,10 +196,19 @@ class NetworkSource(AbstractSource):
         stop: int,
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        if isinstance(op, MatrixFreeOperator):
-            return MatrixFreeOperator(self.model, x, op.num_outputs)
+        if op.follows_points:
+            return op.at_points(x, self.layout(x))
         new = self.block(x, take_rows(x, start, stop), progress)
-        return with_columns(op, new, start, stop)
+        return grow(op, new, start, stop)
+
+    def with_jacobian(self, x: Array) -> "JacobianSource":
+        return JacobianSource(self.model, make_jacobian(self.model, x))
+
+    def at_params(self, params: PyTree) -> "NetworkSource":
+        return NetworkSource(replace(self.model, params=params))
+
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
+        return self
 
 
 class JacobianSource(NetworkSource):
@@ -160,6 +219,12 @@ class JacobianSource(NetworkSource):
     """
 
     jacobian: PyTree
+
+    def without_jacobian(self) -> NetworkSource:
+        return NetworkSource(self.model)
+
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
+        return self.with_jacobian(stand_ins)
 
     def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
         return _held_pull_back(self.model, self.jacobian, x, v)
@@ -220,10 +285,15 @@ class KernelSource(AbstractSource):
         stop: int,
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        if isinstance(op, LowRankOperator):
-            return self.operator(x, op.num_outputs, form="auto", progress=progress)
         new = self.block(x, take_rows(x, start, stop), progress)
-        return with_columns(op, new, start, stop)
+        return grow(op, new, start, stop)
+
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
+        # A bound method holds its object: a kernel with points in it says how it loses them.
+        holder = getattr(self.kernel, "__self__", None)
+        if not hasattr(holder, "purged"):
+            return self
+        return replace(self, kernel=holder.purged(x, kept, stand_ins).kernel)
 
 
 class GivenKernel(eqx.Module):
@@ -300,6 +370,13 @@ class PrecomputedKernel(eqx.Module):
             return self.matrix  # as it is: a copy would be a second K
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
+    def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "PrecomputedKernel":
+        """The same pool with the positions `x` that are not `kept` overwritten by others."""
+        positions, own = np.arange(self.matrix.shape[0]), np.asarray(x)
+        positions[own] = np.asarray(stand_ins)
+        positions[own[kept]] = own[kept]  # a position that a remaining point uses as well stays
+        return PrecomputedKernel(self.kernel(positions, positions))
+
 
 def as_source(model: Any, x: Any = None) -> AbstractSource:
     """Wrap whatever the user gave: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix.
@@ -314,7 +391,7 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
         return KernelSource(PrecomputedKernel(model).kernel, False)
     method: Callable[..., Any] | None = getattr(model, "kernel", None)
     if callable(method) and not isinstance(model, type):
-        symmetric = hasattr(model, "kernel_block")
+        symmetric = is_symmetric(method)
         own = symmetric or isinstance(model, PrecomputedKernel)
         return KernelSource(method if own else GivenKernel(method), symmetric)
     if callable(model) and not isinstance(model, type):
@@ -349,17 +426,6 @@ def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]
 def take_rows(x: Array, start: int, stop: int) -> Array:
     """`x[start:stop]`, cut on the host: on the device every place would be a program of its own."""
     return jax.device_put(np.asarray(x)[start:stop])
-
-
-def with_columns(
-    op: AbstractKernelOperator, columns: Array, start: int, stop: int
-) -> AbstractKernelOperator:
-    """`K` with new points in its spare rows, in the structure of `op`; on disk `K` gets a border."""
-    if isinstance(op, MixedOperator):
-        return MixedOperator(with_columns(op.op, columns, start, stop))
-    if not isinstance(op, (DenseOperator, KroneckerOperator, BorderedOperator)):
-        op = BorderedOperator.around(op, columns)
-    return op.with_columns(columns, start, stop)
 
 
 @filter_jit

@@ -1,10 +1,14 @@
+"""Structures of `K`, one file each. To add one, subclass `AbstractKernelOperator`."""
+
 from ._base import AbstractKernelOperator as AbstractKernelOperator
+from ._base import UnsupportedStructure as UnsupportedStructure
+from ._bordered import BorderedOperator as BorderedOperator
+from ._bordered import grow as grow
 from ._dense import DenseOperator as DenseOperator
 from ._dense import KroneckerOperator as KroneckerOperator
-from ._dense import take_block as take_block
 from ._implicit import LowRankOperator as LowRankOperator
 from ._implicit import MatrixFreeOperator as MatrixFreeOperator
 from ._mixed import MixedOperator as MixedOperator
-from ._sharded import BorderedOperator as BorderedOperator
+from ._mixed import widen as widen
 from ._sharded import ShardedMatrixFreeOperator as ShardedMatrixFreeOperator
 from ._sharded import ShardedOperator as ShardedOperator

@@ -1,24 +1,38 @@
-"""The kernel matrix K as an operator on arrays of shape `(n, c)`."""
+"""The kernel matrix K as an operator on arrays of shape `(n, c)`.
+
+A structure of `K` is one subclass in one file. It must say what is abstract here. Every other method
+has a default: one that is right for any `K`, or `UnsupportedStructure` with what to use instead.
+"""
 
 import abc
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 from jaxtyping import Array, Float
 
+from ._checks import check_by_products
 from ._layout import Layout, whole
 
 HIGHEST = jax.lax.Precision.HIGHEST
 """Products in the full precision of the dtype: float32 means float32, also on a GPU."""
 
 
-class UnsupportedStructure(NotImplementedError):
-    """A structure of `K` was asked for what it does not do. The message names both."""
+class UnsupportedStructure(TypeError, ValueError):
+    """A structure of `K` was asked for what it does not do; the message names both, and a way out.
+
+    Either the type of `K` is wrong for the call, or the option (`refine`, `precision`, `mesh`) that
+    led to it is: so it is a `TypeError` and a `ValueError`.
+    """
 
 
 class AbstractKernelOperator(eqx.Module):
-    """`K`, symmetric positive semidefinite. The type is the structure; solvers look at it."""
+    """`K`, symmetric positive semidefinite. The type is the structure.
+
+    Yours is a subclass with the abstract methods below. It can be given to `fit(kernel_op=...)`, and
+    edits that keep the points (`Remove`, `Relabel`, `Reweight`) need no more. `Add` gives it a border.
+    """
 
     @property
     @abc.abstractmethod
@@ -40,21 +54,6 @@ class AbstractKernelOperator(eqx.Module):
     def dtype(self) -> Any:
         """Dtype of `K`."""
 
-    @property
-    def solve_dtype(self) -> Any:
-        """Dtype that linear solves with `K` run in; narrower than `dtype` where they are refined."""
-        return self.dtype
-
-    @property
-    def layout(self) -> Layout:
-        """Which rows are points, and where rows live."""
-        return whole(self.num_points)
-
-    @property
-    def in_memory(self) -> bool:
-        """Whether the entries of `K`, if it has any, are in memory rather than on disk."""
-        return True
-
     @abc.abstractmethod
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         """`K v`."""
@@ -67,23 +66,119 @@ class AbstractKernelOperator(eqx.Module):
     def dense(self) -> Float[Array, "nc nc"]:
         """`K` flattened point-major: row `i·c + a`."""
 
+    @property
+    def layout(self) -> Layout:
+        """Which rows are points, and where rows live."""
+        return whole(self.num_points)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the entries of `K`, if it has any, are in memory rather than on disk."""
+        return True
+
+    @property
+    def has_entries(self) -> bool:
+        """Whether `entries()` are one array on one device."""
+        return False
+
+    @property
+    def is_kronecker(self) -> bool:
+        """Whether `K = Σ ⊗ I_c`; its entries are then those of `Σ`."""
+        return False
+
+    @property
+    def rank(self) -> int | None:
+        """`r` where `K` is held as features of shape `(n, c, r)`."""
+        return None
+
+    @property
+    def follows_points(self) -> bool:
+        """Whether `K` is computed from the points in every product; see `at_points`."""
+        return False
+
+    @property
+    def grows(self) -> bool:
+        """Whether new points go into rows of its own (`with_columns`); others get a border."""
+        return False
+
+    @property
+    def product_precision(self) -> jax.lax.Precision | None:
+        """Precision of products where one can be chosen (`with_precision`)."""
+        return None
+
+    @property
+    def narrow(self) -> "AbstractKernelOperator":
+        """What the solves use: itself, or the float32 operator under one that multiplies in float64."""
+        return self
+
+    @property
+    def solve_dtype(self) -> Any:
+        """Dtype that linear solves with `K` run in; narrower than `dtype` where they are refined."""
+        return self.narrow.dtype
+
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
         """`K V` for `k` columns at once."""
         return jax.vmap(self.mv, in_axes=2, out_axes=2)(v)
+
+    def check(self) -> str:
+        """Raise if this is not a kernel; else say how far that was checked.
+
+        Finite, symmetric and positive semidefinite in random directions. Structures that are so by
+        construction, and those with entries to look at, say so themselves.
+        """
+        return check_by_products(self)
+
+    def map_narrow(
+        self, change: Callable[["AbstractKernelOperator"], "AbstractKernelOperator"]
+    ) -> "AbstractKernelOperator":
+        """`change(narrow)`, multiplied as this one is."""
+        return change(self)
+
+    def entries(self) -> Float[Array, "m m"]:
+        """`K` (or `Σ`, if Kronecker) as the array that is held; see `has_entries`."""
+        self._lacks("entries", "Use mv, or dense(), which may compute them.")
+
+    def take(self, rows: Any) -> "AbstractKernelOperator":
+        """`K` between the points at `rows`, which may repeat, in the same structure: a copy."""
+        self._lacks("take", "Fit again on these points.")
+
+    def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        """`K v` for a float64 `v` and a narrower `K`, exact to float64 rounding for `K` as it is."""
+        self._lacks("wide_mv", "refine=True needs it. Fit without refine, or give K in float64.")
+
+    def with_precision(self, precision: jax.lax.Precision) -> "AbstractKernelOperator":
+        """The same `K` with products in this precision."""
+        self._lacks(
+            "with_precision", "precision applies to a dense or Kronecker K in memory; leave it out."
+        )
+
+    def spread(self, layout: Layout) -> "AbstractKernelOperator":
+        """The same `K` with its rows on the devices that `layout` says."""
+        self._lacks("spread", "Fit again with mesh=..., which computes every row where it belongs.")
+
+    def at_points(self, x: Any, layout: Layout) -> "AbstractKernelOperator":
+        """The same kernel function at other points, one for each row of `layout`."""
+        self._lacks("at_points", "It holds numbers, not a network. Fit again at these points.")
 
     def with_columns(self, columns: Any, start: int, stop: int) -> "AbstractKernelOperator":
         """`K` with the points `start:stop` written into spare rows, of which there may be more after.
 
         `columns` is the kernel of all rows, spare ones included, with those points: `(rows, m)` or
-        `(rows, c, m, c)`. Spare rows have a kernel of zero, or a weight of zero.
+        `(rows, c, m, c)`. Spare rows have a kernel of zero, or a weight of zero. Call `grow`, which
+        puts a border around what has no rows to spare.
         """
-        raise UnsupportedStructure(
-            f"kernel: a {type(self).__name__} takes no columns of new points."
-        )
+        self._lacks("with_columns", "Use operators.grow, or fit again with the new points.")
+
+    def with_features(self, features: Any, start: int, num_rows: int) -> "AbstractKernelOperator":
+        """`ΦΦᵀ` with the features of new points from row `start` on, in `num_rows` rows."""
+        self._lacks("with_features", "Fit without kernel_op: low_rank makes its own.")
 
     def cut(self, num_points: int) -> "AbstractKernelOperator":
         """`K` without the rows after the first `num_points`."""
-        raise UnsupportedStructure(f"kernel: a {type(self).__name__} has no spare rows to cut.")
+        self._lacks("cut", "It has one row per point and none to spare.")
+
+    def _lacks(self, call: str, instead: str) -> NoReturn:
+        raise UnsupportedStructure(f"kernel: a {type(self).__name__} has no {call}. {instead}")
 
 
 class AbstractWrapper(AbstractKernelOperator):
@@ -100,6 +195,22 @@ class AbstractWrapper(AbstractKernelOperator):
         return self.op.in_memory
 
     @property
+    def is_kronecker(self) -> bool:
+        return self.op.is_kronecker
+
+    @property
+    def rank(self) -> int | None:
+        return self.op.rank
+
+    @property
+    def follows_points(self) -> bool:
+        return self.op.follows_points
+
+    @property
+    def product_precision(self) -> jax.lax.Precision | None:
+        return self.op.product_precision
+
+    @property
     def num_outputs(self) -> int:
         return self.op.num_outputs
 
@@ -114,3 +225,6 @@ class AbstractWrapper(AbstractKernelOperator):
     @property
     def dtype(self) -> Any:
         return self.op.dtype
+
+    def check(self) -> str:
+        return self.op.check()

@@ -1,5 +1,6 @@
 """Dense `K` and Kronecker `Σ ⊗ I`."""
 
+import abc
 from dataclasses import replace
 from typing import Any
 
@@ -12,14 +13,29 @@ from jaxtyping import Array, Float, Int
 from .._support.compile import jit
 from .._support.memory import panel_rows
 from ._base import HIGHEST, AbstractKernelOperator
+from ._checks import check_entries
+from ._devices import from_parts, on_each_device
+from ._layout import Device, Layout
+from ._mixed import wide_product
+from ._sharded import ShardedOperator
 
 
-class DenseOperator(AbstractKernelOperator):
-    """`K` held as an `(n·c, n·c)` array, point-major. One product reads it once."""
+class AbstractMatrixOperator(AbstractKernelOperator):
+    """`K` held as one array, of which a product reads every entry once.
 
-    matrix: Float[Array, "nc nc"]
-    c: int = eqx.field(static=True)
-    precision: jax.lax.Precision = eqx.field(static=True, default=HIGHEST)
+    - `matrix`: the entries.
+    - `c`: outputs per point.
+    - `precision`: of products.
+    """
+
+    matrix: eqx.AbstractVar[Float[Array, "m m"]]
+    c: eqx.AbstractVar[int]
+    precision: eqx.AbstractVar[jax.lax.Precision]
+
+    @property
+    @abc.abstractmethod
+    def each(self) -> int:
+        """Rows of the matrix per point."""
 
     @property
     def num_outputs(self) -> int:
@@ -27,7 +43,7 @@ class DenseOperator(AbstractKernelOperator):
 
     @property
     def num_points(self) -> int:
-        return self.matrix.shape[0] // self.c
+        return self.matrix.shape[0] // self.each
 
     @property
     def num_bytes(self) -> int:
@@ -37,12 +53,76 @@ class DenseOperator(AbstractKernelOperator):
     def dtype(self) -> Any:
         return self.matrix.dtype
 
-    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
-        return jnp.dot(self.matrix, v.reshape(-1), precision=self.precision).reshape(v.shape)
+    @property
+    def has_entries(self) -> bool:
+        return True
+
+    @property
+    def grows(self) -> bool:
+        return True
+
+    @property
+    def product_precision(self) -> jax.lax.Precision:
+        return self.precision
 
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
-        flat = v.reshape(-1, v.shape[2])
+        flat = v.reshape(self.matrix.shape[1], -1)
         return jnp.dot(self.matrix, flat, precision=self.precision).reshape(v.shape)
+
+    def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return wide_product(self.matrix, v.reshape(self.matrix.shape[1], -1)).reshape(v.shape)
+
+    def check(self) -> str:
+        return check_entries(self.matrix)
+
+    def entries(self) -> Float[Array, "m m"]:
+        return self.matrix
+
+    def take(self, rows: Any) -> "AbstractMatrixOperator":
+        """A copy; besides it only a panel of rows is held."""
+        return replace(self, matrix=_take(self.matrix, self._rows_of(rows).reshape(-1)))
+
+    def with_precision(self, precision: jax.lax.Precision) -> "AbstractMatrixOperator":
+        return replace(self, precision=precision)
+
+    def spread(self, layout: Layout) -> ShardedOperator:
+        flat = self._rows_of(layout.expand(np.arange(self.num_points)))
+
+        def take(device: Device, index: slice, report: Any) -> Array:
+            return self.matrix[flat[index].reshape(-1)][:, flat.reshape(-1)]
+
+        parts = on_each_device(take, layout)
+        matrix = from_parts(parts, layout, (flat.size, flat.size))
+        return ShardedOperator(replace(self, matrix=matrix), layout)
+
+    def with_columns(self, columns: Array, start: int, stop: int) -> "AbstractMatrixOperator":
+        rows, m = columns.shape[0], stop - start
+        flat = columns.reshape(rows * self.each, m * self.each)
+        where = np.asarray([start, stop]) * self.each
+        return replace(self, matrix=_write(self.matrix, flat, where))
+
+    def cut(self, num_points: int) -> "AbstractMatrixOperator":
+        size = num_points * self.each
+        return replace(self, matrix=self.matrix[:size, :size])
+
+    def _rows_of(self, points: Any) -> Any:
+        """Rows of the matrix for these points, `(m, each)`."""
+        return points[:, None] * self.each + np.arange(self.each, dtype=points.dtype)
+
+
+class DenseOperator(AbstractMatrixOperator):
+    """`K` held as an `(n·c, n·c)` array, point-major."""
+
+    matrix: Float[Array, "nc nc"]
+    c: int = eqx.field(static=True)
+    precision: jax.lax.Precision = eqx.field(static=True, default=HIGHEST)
+
+    @property
+    def each(self) -> int:
+        return self.c
+
+    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return jnp.dot(self.matrix, v.reshape(-1), precision=self.precision).reshape(v.shape)
 
     def diagonal(self) -> Float[Array, "n c"]:
         return jnp.diagonal(self.matrix).reshape(-1, self.c)
@@ -50,17 +130,8 @@ class DenseOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         return self.matrix
 
-    def with_columns(self, columns: Array, start: int, stop: int) -> "DenseOperator":
-        rows, c, m, _ = columns.shape
-        where = np.asarray([start, stop]) * c
-        return replace(self, matrix=_write(self.matrix, columns.reshape(rows * c, m * c), where))
 
-    def cut(self, num_points: int) -> "DenseOperator":
-        size = num_points * self.c
-        return replace(self, matrix=self.matrix[:size, :size])
-
-
-class KroneckerOperator(AbstractKernelOperator):
+class KroneckerOperator(AbstractMatrixOperator):
     """`Σ ⊗ I_c` with `Σ` of shape `(n, n)`: every output has the same kernel, no cross terms."""
 
     matrix: Float[Array, "n n"]
@@ -68,27 +139,15 @@ class KroneckerOperator(AbstractKernelOperator):
     precision: jax.lax.Precision = eqx.field(static=True, default=HIGHEST)
 
     @property
-    def num_outputs(self) -> int:
-        return self.c
+    def each(self) -> int:
+        return 1
 
     @property
-    def num_points(self) -> int:
-        return self.matrix.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.matrix.size * self.matrix.dtype.itemsize
-
-    @property
-    def dtype(self) -> Any:
-        return self.matrix.dtype
+    def is_kronecker(self) -> bool:
+        return True
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         return jnp.dot(self.matrix, v, precision=self.precision)
-
-    def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
-        flat = v.reshape(v.shape[0], -1)
-        return jnp.dot(self.matrix, flat, precision=self.precision).reshape(v.shape)
 
     def diagonal(self) -> Float[Array, "n c"]:
         column = jnp.diagonal(self.matrix).reshape(-1, 1)
@@ -96,12 +155,6 @@ class KroneckerOperator(AbstractKernelOperator):
 
     def dense(self) -> Float[Array, "nc nc"]:
         return jnp.kron(self.matrix, jnp.eye(self.c, dtype=self.matrix.dtype))
-
-    def with_columns(self, columns: Array, start: int, stop: int) -> "KroneckerOperator":
-        return replace(self, matrix=_write(self.matrix, columns, np.asarray([start, stop])))
-
-    def cut(self, num_points: int) -> "KroneckerOperator":
-        return replace(self, matrix=self.matrix[:num_points, :num_points])
 
 
 @jit
@@ -121,11 +174,8 @@ def _write(
     return jax.lax.dynamic_update_slice(grown, columns.T, (start, jnp.zeros_like(start)))
 
 
-def take_block(op: DenseOperator | KroneckerOperator, rows: Any) -> AbstractKernelOperator:
-    """`K` between the points at `rows`, a copy; besides it only a panel of rows is held."""
-    if isinstance(op, DenseOperator):
-        rows = (rows[:, None] * op.c + np.arange(op.c, dtype=np.int32)).reshape(-1)
-    K, rows = op.matrix, jnp.asarray(rows)
+def _take(K: Float[Array, "m m"], rows: Any) -> Float[Array, "k k"]:
+    rows = jnp.asarray(rows)
     size = rows.shape[0]
     panel = panel_rows(size, K.shape[1] * K.dtype.itemsize)
 
@@ -135,5 +185,4 @@ def take_block(op: DenseOperator | KroneckerOperator, rows: Any) -> AbstractKern
         part = K[jax.lax.dynamic_slice_in_dim(rows, start, panel)][:, rows]
         return jax.lax.dynamic_update_slice_in_dim(block, part, start, axis=0)
 
-    block = jax.lax.fori_loop(0, -(-size // panel), copy, jnp.zeros((size, size), K.dtype))
-    return replace(op, matrix=block)
+    return jax.lax.fori_loop(0, -(-size // panel), copy, jnp.zeros((size, size), K.dtype))

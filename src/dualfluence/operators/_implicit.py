@@ -1,7 +1,8 @@
 """`K` without its entries: matrix-free `J(Jᵀv)` and low rank `ΦΦᵀ`."""
 
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
@@ -10,16 +11,16 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._support.compile import jit
+from ..kernels._linearized import Linearized
 from ._base import HIGHEST, AbstractKernelOperator
-
-if TYPE_CHECKING:
-    from ..kernels._linearized import Linearized
+from ._layout import Layout
+from ._sharded import ShardedMatrixFreeOperator
 
 
 class MatrixFreeOperator(AbstractKernelOperator):
     """`v ↦ J(Jᵀv)` by batched vjp, then jvp. Memory of one parameter vector and one batch."""
 
-    model: "Linearized"
+    model: Linearized
     x: Shaped[Array, "n ..."]
     c: int = eqx.field(static=True)
 
@@ -49,8 +50,32 @@ class MatrixFreeOperator(AbstractKernelOperator):
         kernel = self.model.kernel_block(self.x, self.x)
         return kernel.reshape(self.num_points * self.num_outputs, -1)
 
+    @property
+    def follows_points(self) -> bool:
+        return True
+
+    def check(self) -> str:
+        return "positive semidefinite by construction"
+
+    def at_points(self, x: Any, layout: Layout) -> "MatrixFreeOperator":
+        return replace(self, x=x)
+
+    def take(self, rows: Any) -> "MatrixFreeOperator":
+        return replace(self, x=self.x[rows])
+
+    def spread(self, layout: Layout) -> ShardedMatrixFreeOperator:
+        rows = layout.place(self.x, "last")
+        return ShardedMatrixFreeOperator(self.model, rows, self.c, layout)
+
     def cut(self, num_points: int) -> "MatrixFreeOperator":
-        return MatrixFreeOperator(self.model, self.x[:num_points], self.c)
+        return replace(self, x=self.x[:num_points])
+
+    def wide_mv(self, v: Float[Array, "n c"]) -> NoReturn:
+        self._lacks(
+            "wide_mv",
+            "refine=True needs the entries of K, and a matrix-free kernel has none. Use form='dense', "
+            "a store, or float64 parameters.",
+        )
 
 
 class LowRankOperator(AbstractKernelOperator):
@@ -93,6 +118,30 @@ class LowRankOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         phi = self._flat()
         return jnp.dot(phi, phi.T, precision=HIGHEST)
+
+    @property
+    def rank(self) -> int:
+        return self.features.shape[2]
+
+    @property
+    def grows(self) -> bool:
+        return True
+
+    def check(self) -> str:
+        return "positive semidefinite by construction"
+
+    def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return LowRankOperator(self.features.astype(v.dtype)).mv(v)
+
+    def take(self, rows: Any) -> "LowRankOperator":
+        return LowRankOperator(self.features[rows])
+
+    def with_columns(self, columns: Any, start: int, stop: int) -> NoReturn:
+        self._lacks(
+            "with_columns",
+            "New points need features, which a kernel function does not have. Fit low_rank(...) as the "
+            "model, or fit again with the new points.",
+        )
 
     def with_features(
         self, features: Float[Array, "m c r"], start: int, num_rows: int

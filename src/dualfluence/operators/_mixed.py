@@ -1,64 +1,49 @@
 """A float32 `K` whose products with float64 vectors accumulate in float64."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .._support.memory import panel_rows
 from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
-from ._dense import DenseOperator, KroneckerOperator
-from ._implicit import LowRankOperator, MatrixFreeOperator
-from ._layout import AXIS, map_shards
-from ._sharded import BorderedOperator, ShardedMatrixFreeOperator, ShardedOperator
+from ._layout import Layout
 
 
 class MixedOperator(AbstractWrapper):
-    """`K` held in float32 and multiplied in float64, one panel of rows at a time.
+    """`K` held in float32 and multiplied in float64, by the `wide_mv` of its structure.
 
     With `K` taken as it is stored, such a product is exact to float64 rounding: what a residual
     needs for iterative refinement. `op` gives the fast float32 products for the solves between.
+    Made by `widen`.
     """
 
     op: AbstractKernelOperator
-
-    def __check_init__(self) -> None:
-        if isinstance(self.op, (MatrixFreeOperator, ShardedMatrixFreeOperator)):
-            raise ValueError(
-                "fit: refine=True needs the entries of K, and a matrix-free kernel has none. Use "
-                "form='dense', a store, or float64 parameters."
-            )
-        if not jax.config.read("jax_enable_x64"):
-            raise ValueError(
-                "fit: refine=True keeps residuals in float64; call "
-                "jax.config.update('jax_enable_x64', True) first. The kernel may stay float32."
-            )
 
     @property
     def dtype(self) -> Any:
         return jnp.dtype("float64")
 
     @property
-    def solve_dtype(self) -> Any:
-        return self.op.dtype
+    def narrow(self) -> AbstractKernelOperator:
+        return self.op
+
+    @property
+    def grows(self) -> bool:
+        return self.op.grows
+
+    def map_narrow(
+        self, change: Callable[[AbstractKernelOperator], AbstractKernelOperator]
+    ) -> "MixedOperator":
+        return MixedOperator(change(self.op))
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
-        op = self.op
-        if isinstance(op, (DenseOperator, KroneckerOperator)):
-            return _wide_product(op.matrix, v.reshape(op.matrix.shape[1], -1)).reshape(v.shape)
-        if isinstance(op, ShardedOperator):
-            matrix, everywhere = op.op.matrix, v.reshape(op.op.matrix.shape[1], -1)
-            rows, every = PartitionSpec(AXIS), PartitionSpec()
-            product = map_shards(_wide_product, op.layout, (rows, every), rows)
-            return product(matrix, everywhere).reshape(v.shape)
-        if isinstance(op, BorderedOperator):
-            wide = op.cross.astype(self.dtype)
-            return BorderedOperator(MixedOperator(op.op), wide, MixedOperator(op.corner)).mv(v)
-        if isinstance(op, LowRankOperator):
-            return LowRankOperator(op.features.astype(self.dtype)).mv(v)
-        return op.mv(v)  # on disk: tiles are widened one by one
+        return self.op.wide_mv(v)
+
+    def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return self.op.wide_mv(v)
 
     def diagonal(self) -> Float[Array, "n c"]:
         return self.op.diagonal().astype(self.dtype)
@@ -66,11 +51,43 @@ class MixedOperator(AbstractWrapper):
     def dense(self) -> Float[Array, "nc nc"]:
         return self.op.dense().astype(self.dtype)
 
+    def take(self, rows: Any) -> "MixedOperator":
+        return MixedOperator(self.op.take(rows))
+
+    def with_precision(self, precision: jax.lax.Precision) -> "MixedOperator":
+        return MixedOperator(self.op.with_precision(precision))
+
+    def spread(self, layout: Layout) -> "MixedOperator":
+        return MixedOperator(self.op.spread(layout))
+
+    def with_columns(self, columns: Any, start: int, stop: int) -> "MixedOperator":
+        return MixedOperator(self.op.with_columns(columns, start, stop))
+
+    def with_features(self, features: Any, start: int, num_rows: int) -> "MixedOperator":
+        return MixedOperator(self.op.with_features(features, start, num_rows))
+
     def cut(self, num_points: int) -> "MixedOperator":
         return MixedOperator(self.op.cut(num_points))
 
 
-def _wide_product(matrix: Float[Array, "rows cols"], v: Float[Array, "cols k"]) -> Array:
+def widen(op: AbstractKernelOperator) -> AbstractKernelOperator:
+    """The same `K` multiplied in float64; itself if it is so already."""
+    if op.dtype == jnp.float64:
+        return op
+    if not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            "fit: refine=True keeps residuals in float64; call "
+            "jax.config.update('jax_enable_x64', True) first. The kernel may stay float32."
+        )
+    # Traced once with nothing in it: a structure without such products says so here, not in a solve.
+    jax.eval_shape(op.wide_mv, jax.ShapeDtypeStruct((op.num_points, op.num_outputs), jnp.float64))
+    return MixedOperator(op)
+
+
+def wide_product(
+    matrix: Float[Array, "rows cols"], v: Float[Array, "cols k"]
+) -> Float[Array, "rows k"]:
+    """A float32 matrix times a float64 one in float64; one panel of rows is converted at a time."""
     rows, cols = matrix.shape
     panel = panel_rows(rows, cols * jnp.dtype(v.dtype).itemsize)
 

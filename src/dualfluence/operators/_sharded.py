@@ -1,32 +1,32 @@
-"""`K` with its rows on a mesh, and `K` with a border of new points. Neither is ever gathered."""
+"""`K` with its rows on a mesh, with entries or without. It is never gathered."""
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Shaped
 
-from .._support.compile import jit
-from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
-from ._dense import DenseOperator, KroneckerOperator
+from ..kernels._linearized import Linearized
+from ._base import AbstractKernelOperator, AbstractWrapper, UnsupportedStructure
+from ._checks import check_by_products
 from ._layout import AXIS, Layout, map_shards
+from ._mixed import wide_product
 
-if TYPE_CHECKING:
-    from ..kernels._linearized import Linearized
+ROWS, EVERY = PartitionSpec(AXIS), PartitionSpec()
+"""How arrays enter a product on each device: its own rows, or all of them."""
 
 
 class ShardedOperator(AbstractWrapper):
     """A dense or Kronecker `K` whose rows live on the devices of a mesh.
 
     A product gathers the vector, which is `n·c` times smaller than `K`, and leaves its own rows
-    of the result on each device.
+    of the result on each device. `op` has entries, spread over the devices of `placement`.
     """
 
-    op: DenseOperator | KroneckerOperator
+    op: AbstractKernelOperator
     placement: Layout = eqx.field(static=True)
 
     @property
@@ -39,22 +39,33 @@ class ShardedOperator(AbstractWrapper):
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
         return self._local(self.op.mm, v)
 
+    def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        K = self.op.entries()
+        product = map_shards(wide_product, self.placement, (ROWS, EVERY), ROWS)
+        return product(K, v.reshape(K.shape[1], -1)).reshape(v.shape)
+
+    def check(self) -> str:
+        return check_by_products(self)
+
+    def with_precision(self, precision: jax.lax.Precision) -> "ShardedOperator":
+        return replace(self, op=self.op.with_precision(precision))
+
     def _local(self, product: Any, v: Array) -> Array:
         everywhere = jax.lax.with_sharding_constraint(v, self.placement.replicated)
         return jax.lax.with_sharding_constraint(product(everywhere), self.placement.sharding)
 
     def diagonal(self) -> Float[Array, "n c"]:
         # A masked sum, because the partitioner may gather all of K to pick its diagonal.
-        K = self.op.matrix
+        K = self.op.entries()
         rows, cols = (jax.lax.broadcasted_iota(jnp.int32, K.shape, axis) for axis in (0, 1))
         entries = jnp.sum(jnp.where(rows == cols, K, 0), axis=1)
         column = entries.reshape(self.num_points, -1)
         column = jnp.broadcast_to(column, (self.num_points, self.num_outputs))
         return jax.lax.with_sharding_constraint(column, self.placement.sharding)
 
-    def dense(self) -> Float[Array, "nc nc"]:
-        raise ValueError(
-            f"kernel: this needs all of K in one place, but its rows are on "
+    def dense(self) -> NoReturn:
+        raise UnsupportedStructure(
+            f"kernel: ShardedOperator.dense needs all of K in one place, but its rows are on "
             f"{self.placement.num_devices} devices and are not gathered. Use CG, or fit without "
             "mesh."
         )
@@ -63,7 +74,7 @@ class ShardedOperator(AbstractWrapper):
 class ShardedMatrixFreeOperator(AbstractKernelOperator):
     """`v ↦ J(Jᵀv)` with each device's own points: one sum of a parameter vector per product."""
 
-    model: "Linearized"
+    model: Linearized
     x: Shaped[Array, "n ..."]
     c: int = eqx.field(static=True)
     placement: Layout = eqx.field(static=True)
@@ -71,6 +82,10 @@ class ShardedMatrixFreeOperator(AbstractKernelOperator):
     @property
     def layout(self) -> Layout:
         return self.placement
+
+    @property
+    def follows_points(self) -> bool:
+        return True
 
     @property
     def num_outputs(self) -> int:
@@ -95,108 +110,26 @@ class ShardedMatrixFreeOperator(AbstractKernelOperator):
             model = eqx.combine(params, static)
             return model.jvp(x, jax.lax.psum(model.vjp(x, v), AXIS))
 
-        rows, every = PartitionSpec(AXIS), PartitionSpec()
-        product = map_shards(local, self.placement, (every, rows, rows), rows)
+        product = map_shards(local, self.placement, (EVERY, ROWS, ROWS), ROWS)
         return product(params, self.x, v)
 
     def diagonal(self) -> Float[Array, "n c"]:
         params, static = eqx.partition(self.model, eqx.is_array)
-        rows, every = PartitionSpec(AXIS), PartitionSpec()
         local = map_shards(
             lambda p, x: eqx.combine(p, static).kernel_diagonal(x),
             self.placement,
-            (every, rows),
-            rows,
+            (EVERY, ROWS),
+            ROWS,
         )
         return local(params, self.x)
 
-    def dense(self) -> Float[Array, "nc nc"]:
-        raise ValueError("kernel: a matrix-free kernel on a mesh is never formed. Use CG.")
+    def dense(self) -> NoReturn:
+        raise UnsupportedStructure(
+            "kernel: a ShardedMatrixFreeOperator has no dense: its entries are on no device. Use CG."
+        )
 
+    def at_points(self, x: Any, layout: Layout) -> "ShardedMatrixFreeOperator":
+        return replace(self, x=layout.place(x, "last"), placement=layout)
 
-class BorderedOperator(AbstractKernelOperator):
-    """`[[K, C], [Cᵀ, D]]`: `K` stays as and where it is, only the border is new.
-
-    `C` is `(n·c, m·c)`, or `(n, m)` when `K` and `D` are Kronecker.
-    """
-
-    op: AbstractKernelOperator
-    cross: Float[Array, "rows cols"]
-    corner: AbstractKernelOperator
-
-    @property
-    def layout(self) -> Layout:
-        old, new = self.op.layout, self.corner.layout
-        return Layout((*old.blocks, *new.blocks), old.sharding)
-
-    @property
-    def in_memory(self) -> bool:
-        return self.op.in_memory
-
-    @property
-    def num_outputs(self) -> int:
-        return self.op.num_outputs
-
-    @property
-    def num_points(self) -> int:
-        return self.op.num_points + self.corner.num_points
-
-    @property
-    def num_bytes(self) -> int:
-        border = self.cross.size * self.cross.dtype.itemsize
-        return self.op.num_bytes + border + self.corner.num_bytes
-
-    @property
-    def dtype(self) -> Any:
-        return self.op.dtype
-
-    def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
-        n = self.op.num_points
-        old, new = v[:n], v[n:]
-        C, c = self.cross, self.num_outputs
-        width = 1 if C.shape[0] == n * c else c  # right-hand sides: one, or one per output
-        down = jnp.dot(C, new.reshape(-1, width), precision=HIGHEST).reshape(n, c)
-        up = jnp.dot(C.T, old.reshape(-1, width), precision=HIGHEST).reshape(-1, c)
-        both = jnp.concatenate([self.op.mv(old) + down, up + self.corner.mv(new)])
-        if self.layout.sharding is None:
-            return both
-        return jax.lax.with_sharding_constraint(both, self.layout.sharding)
-
-    def diagonal(self) -> Float[Array, "n c"]:
-        return jnp.concatenate([self.op.diagonal(), self.corner.diagonal()])
-
-    def dense(self) -> Float[Array, "nc nc"]:
-        C, c = self.cross, self.num_outputs
-        if C.shape[0] == self.op.num_points and c > 1:
-            C = jnp.kron(C, jnp.eye(c, dtype=C.dtype))
-        return jnp.block([[self.op.dense(), C], [C.T, self.corner.dense()]])
-
-    @classmethod
-    def around(cls, op: AbstractKernelOperator, columns: Array) -> "BorderedOperator":
-        """`op` with an empty border that takes `columns` like these."""
-        each = 1 if columns.ndim == 2 else op.num_outputs
-        kind = KroneckerOperator if columns.ndim == 2 else DenseOperator
-        corner = kind(jnp.zeros((0, 0), columns.dtype), op.num_outputs)
-        return cls(op, jnp.zeros((op.num_points * each, 0), columns.dtype), corner)
-
-    def with_columns(self, columns: Array, start: int, stop: int) -> "BorderedOperator":
-        n, m = self.op.num_points, stop - start
-        each = 1 if columns.ndim == 2 else self.num_outputs
-        width = (columns.shape[0] - n) * each
-        top = columns[:n].reshape(n * each, m * each)
-        cross = _write_border(self.cross, top, np.asarray((start - n) * each), width=width)
-        corner = self.corner.with_columns(columns[n:], start - n, stop - n)
-        return BorderedOperator(self.op, cross, corner)
-
-    def cut(self, num_points: int) -> "BorderedOperator":
-        left = num_points - self.op.num_points
-        each = self.cross.shape[1] // max(self.corner.num_points, 1)
-        return BorderedOperator(self.op, self.cross[:, : left * each], self.corner.cut(left))
-
-
-@partial(jit, static_argnames="width")
-def _write_border(
-    cross: Float[Array, "rows old"], top: Float[Array, "rows m"], start: Int[Any, ""], *, width: int
-) -> Float[Array, "rows width"]:
-    grown = jnp.pad(cross, ((0, 0), (0, width - cross.shape[1])))
-    return jax.lax.dynamic_update_slice_in_dim(grown, top.astype(cross.dtype), start, axis=1)
+    def check(self) -> str:
+        return "positive semidefinite by construction"

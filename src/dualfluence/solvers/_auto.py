@@ -5,13 +5,7 @@ from typing import NamedTuple
 import equinox as eqx
 import numpy as np
 
-from ..operators import (
-    AbstractKernelOperator,
-    DenseOperator,
-    KroneckerOperator,
-    LowRankOperator,
-    MixedOperator,
-)
+from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver
 from ._cg import CG
 from ._cholesky import Cholesky
@@ -54,9 +48,9 @@ class Auto(eqx.Module):
             return Choice(_CG, f"rows on {devices} devices: CG, as a factor would gather K")
         if not op.in_memory:
             return Choice(_CG, "K is on disk: one pass over it per iteration")
-        if isinstance(op, LowRankOperator):
-            return Choice(_CHOLESKY, f"low rank {op.features.shape[2]}: Woodbury on that side")
-        size, what = (n, "n") if isinstance(op, KroneckerOperator) else (n * c, "n·c")
+        if op.rank is not None:
+            return Choice(_CHOLESKY, f"low rank {op.rank}: Woodbury on that side")
+        size, what = (n, "n") if op.has_entries and op.is_kronecker else (n * c, "n·c")
         if size <= self.direct_size:
             return Choice(_CHOLESKY, f"{what} = {size} ≤ {self.direct_size}: direct and exact")
         return Choice(_CG, f"{what} = {size} > {self.direct_size}: one read of K per iteration")
@@ -71,8 +65,8 @@ def resolve(
 
     `weights` are those of the points, if known: where most are zero, a solve on the others' block.
     """
-    if isinstance(op, MixedOperator):
-        solver, reason = resolve(solver, op.op, weights)
+    if op.narrow is not op:
+        solver, reason = resolve(solver, op.narrow, weights)
         return Choice(Refined(solver), reason)
     size = solver.gather_size if isinstance(solver, Auto) else GATHER_SIZE
     rows = None if weights is None else _rows_to_gather(op, weights, size)
@@ -94,5 +88,5 @@ def resolve(
 def _rows_to_gather(
     op: AbstractKernelOperator, weights: np.ndarray, gather_size: int
 ) -> np.ndarray | None:
-    held = isinstance(op, (DenseOperator, KroneckerOperator))
-    return rows_that_count(weights) if held and op.matrix.shape[0] > gather_size else None
+    large = op.has_entries and op.entries().shape[0] > gather_size
+    return rows_that_count(weights) if large else None

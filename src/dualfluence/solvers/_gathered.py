@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, take_block
+from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
 
@@ -28,8 +28,7 @@ class Gathered(AbstractDualSolver):
         rows: Any = self.rows
         op, ridge = system.op, system.ridge
         take = lambda tree: jax.tree.map(lambda a: a[rows] if a.ndim else a, tree)  # noqa: E731
-        assert isinstance(op, (DenseOperator, KroneckerOperator))
-        block, factor_s, b_s = take_block(op, rows), take(system.factor), system.b[rows]
+        block, factor_s, b_s = op.take(rows), take(system.factor), system.b[rows]
         k_sf = (system.k_b[rows] - block.mv(b_s)) / ridge
         rhs = b_s - factor_s.hess_mv(k_sf)
         pre = take(system.preconditioner)

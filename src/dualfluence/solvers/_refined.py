@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..operators import AbstractKernelOperator, MixedOperator
+from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
 INNER_RTOL = 1e-4
@@ -40,8 +40,8 @@ class Refined(AbstractDualSolver):
 
     def solve(self, system: LinearSystem) -> Solution:
         op, b, rtol = system.op, system.b, system.rtol
-        assert isinstance(op, MixedOperator)
-        narrow = op.op.dtype
+        low_op = op.narrow
+        narrow = low_op.dtype
         tiny = jnp.finfo(b.dtype).tiny
         size = jnp.maximum(jnp.linalg.norm(b), tiny)
         low_factor = _cast(system.factor, narrow)
@@ -58,7 +58,7 @@ class Refined(AbstractDualSolver):
             low = (at.defect / scale).astype(narrow)
             step = self.inner.solve(
                 LinearSystem(
-                    op.op, low_factor, low_ridge, low, op.op.mv(low), system.preconditioner, loose
+                    low_op, low_factor, low_ridge, low, low_op.mv(low), system.preconditioner, loose
                 )
             )
             value = at.value + scale * step.value.astype(b.dtype)
@@ -97,8 +97,7 @@ class Refined(AbstractDualSolver):
         )
 
     def describe(self, op: AbstractKernelOperator) -> str:
-        inner = self.inner.describe(op.op if isinstance(op, MixedOperator) else op)
-        return f"{inner}, refined in float64"
+        return f"{self.inner.describe(op.narrow)}, refined in float64"
 
 
 def _cast(tree: Any, dtype: Any) -> Any:

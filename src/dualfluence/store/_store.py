@@ -199,6 +199,12 @@ class StoredOperator(AbstractKernelOperator):
         shape = jax.ShapeDtypeStruct(v.shape, v.dtype)
         return jax.pure_callback(self._product, shape, v, vmap_method="sequential")
 
+    def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+        return self.mv(v)
+
+    def check(self) -> str:
+        return "on disk, verified by checksum as it is read"
+
     def diagonal(self) -> Float[Array, "n c"]:
         shape = jax.ShapeDtypeStruct((self.num_points, self.num_outputs), self.dtype)
         return jax.pure_callback(self._diagonal, shape, vmap_method="sequential")

@@ -9,7 +9,6 @@ import numpy as np
 
 from ...dual._fitted import Fitted
 from ...metrics import accuracy
-from ...operators import DenseOperator, KroneckerOperator, MixedOperator
 from ._data import Data, fit_model
 
 
@@ -54,14 +53,13 @@ def audit(
 
 def isolation(fitted: Fitted) -> np.ndarray:
     """`1 − max_j |k(i, j)|/√(k(i, i) k(j, j))` over other points, traces over outputs."""
-    op = fitted.kernel_op.op if isinstance(fitted.kernel_op, MixedOperator) else fitted.kernel_op
+    op = fitted.kernel_op.narrow
     n, c = op.num_points, op.num_outputs
-    if isinstance(op, KroneckerOperator):
-        K = op.matrix
-    elif isinstance(op, DenseOperator):
-        K = jnp.einsum("iaja->ij", op.matrix.reshape(n, c, n, c))
-    else:
+    if not op.has_entries:
         return np.full(n, np.nan)
+    K = op.entries()
+    if not op.is_kronecker:
+        K = jnp.einsum("iaja->ij", K.reshape(n, c, n, c))
     root = jnp.sqrt(jnp.maximum(jnp.diagonal(K), jnp.finfo(K.dtype).tiny))
     likeness = jnp.abs(K) / root[:, None] / root[None, :]
     return 1 - np.asarray(jnp.max(likeness - 2 * jnp.eye(n, dtype=K.dtype), axis=1))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from ..._support.compile import filter_jit
 from ...losses import AbstractFactor
-from ...operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, take_block
+from ...operators import AbstractKernelOperator, DenseOperator
 from ...problem._objective import Problem, State
 from ...solvers import conjugate_gradients
 
@@ -107,8 +107,8 @@ class PaperCG(AbstractPaperForm):
     ) -> FormSolution:
         keep, gone = _split(before, after)
         K_rr = _slice(op, keep)
-        if self.mesh is not None and isinstance(K_rr, DenseOperator):
-            K_rr = DenseOperator(place_rows(K_rr.matrix, self.mesh), K_rr.num_outputs)
+        if self.mesh is not None and not K_rr.is_kronecker:
+            K_rr = DenseOperator(place_rows(K_rr.entries(), self.mesh), K_rr.num_outputs)
         rows = jnp.asarray(keep)
         rhs = _reduced_rhs(op, before, after, state, rows, jnp.asarray(gone))
         mass, rtol = _retained_mass(before, keep, rhs.dtype), jnp.asarray(self.rtol, rhs.dtype)
@@ -168,8 +168,8 @@ def _retained_mass(before: Problem, keep: np.ndarray, dtype: Any) -> Float[Array
 
 
 def _slice(op: AbstractKernelOperator, keep: np.ndarray) -> AbstractKernelOperator:
-    held = isinstance(op, (DenseOperator, KroneckerOperator))
-    return take_block(op if held else DenseOperator(op.dense(), op.num_outputs), keep)
+    held = op if op.has_entries else DenseOperator(op.dense(), op.num_outputs)
+    return held.take(keep)
 
 
 def _forget_gradient(

@@ -19,7 +19,6 @@ from jaxtyping import Array, PyTree
 
 from ...dual._fitted import Fitted
 from ...kernels._linearized import Linearized
-from ...operators import DenseOperator
 
 BATCH = 100
 """Points per Hessian-vector product in parameter space; doubled, it takes twice the memory."""
@@ -36,11 +35,12 @@ def released_dual(
 ) -> PyTree:
     """Eq. 12 by eager CG on the sliced kernel; returns the new parameters."""
     op = base.kernel_op
-    assert isinstance(op, DenseOperator)
+    assert op.has_entries
+    assert not op.is_kronecker
     n, c = op.num_points, op.num_outputs
     kept = jnp.setdiff1d(jnp.arange(n), jnp.asarray(gone))
     forgotten = jnp.asarray(gone)
-    K = op.matrix.reshape(n, c, n, c)
+    K = op.entries().reshape(n, c, n, c)
     K_rr, K_rf = (K[kept][:, :, columns] for columns in (kept, forgotten))
     f, y = base.outputs, jnp.asarray(base.data.targets)
     ridge, share = base.ridge, kept.shape[0] / n

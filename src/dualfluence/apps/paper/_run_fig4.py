@@ -11,7 +11,7 @@ from jaxtyping import Array
 from ...dual._descent import Descent, kernel_gradient_descent
 from ...dual._fit import fit
 from ...dual._fitted import Fitted, Update
-from ...models._sources import KernelSource, as_source
+from ...models._sources import as_source
 from ...problem._edits import Remove
 from ...problem._objective import State
 from ..compare._methods import facts
@@ -70,7 +70,6 @@ class InfiniteCase:
     def cross(self) -> Array:
         """`K_qn`, the kernel of queries against training points."""
         source = as_source(make_network(self.row.network))
-        assert isinstance(source, KernelSource)
         return source.block(self.points.x_test[self.queries], self.points.x, False)
 
     @cached_property
