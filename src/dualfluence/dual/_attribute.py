@@ -17,9 +17,9 @@ from .._support.compile import filter_jit
 from .._support.memory import memory_budget
 from .._support.progress import ProgressFn, Ticker
 from ._attribution import Attribution, GroupAttribution
-from ._fitted import Fitted
 from ._leave_one_out import Steps, leave_one_out
 from ._many import columns_at_once, reweighted
+from ._model import TrainedModel
 from ._quantity import Quantity, as_quantity
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -32,7 +32,7 @@ COPIES = 8
 
 
 def attribute(
-    fitted: Fitted,
+    fitted: TrainedModel,
     xq: Any,
     yq: Any = None,
     *,
@@ -92,7 +92,7 @@ def attribute(
 
 
 def attribute_groups(
-    fitted: Fitted,
+    fitted: TrainedModel,
     groups: Mapping[Any, Any] | Sequence[Any],
     xq: Any,
     yq: Any = None,
@@ -135,7 +135,7 @@ def attribute_groups(
 
 
 def _leave_sets_out(
-    fitted: Fitted,
+    fitted: TrainedModel,
     sets: list[np.ndarray],
     xq: Array,
     quantity: Quantity,
@@ -162,7 +162,7 @@ def _leave_sets_out(
     return changes, bounds
 
 
-def _gap(fitted: Fitted) -> float:
+def _gap(fitted: TrainedModel) -> float:
     """What no edit removes: the trained parameters' distance to `θ₀ + Jᵀα`, or no bound at all."""
     reference = fitted.reference
     if reference is None:
@@ -170,7 +170,7 @@ def _gap(fitted: Fitted) -> float:
     return reference.gap if reference.certified else np.inf
 
 
-def _low_rank_reading(fitted: Fitted, delta: Float[Array, "n c k"]) -> Array:
+def _low_rank_reading(fitted: TrainedModel, delta: Float[Array, "n c k"]) -> Array:
     if not fitted.source.has_features:
         return delta
     features = fitted.source.features(fitted.x).astype(delta.dtype)
@@ -186,7 +186,7 @@ def _check_options(first_order: bool, refine: float | None, block_size: int | No
         raise ValueError(f"attribute: block_size must be at least 1, got {block_size}.")
 
 
-def _checked_groups(groups: Any, fitted: Fitted) -> tuple[list[Any], list[np.ndarray]]:
+def _checked_groups(groups: Any, fitted: TrainedModel) -> tuple[list[Any], list[np.ndarray]]:
     named = dict(groups) if isinstance(groups, Mapping) else dict(enumerate(groups))
     if not named:
         raise ValueError("attribute_groups: give at least one group of positions.")
@@ -203,12 +203,12 @@ def _checked_groups(groups: Any, fitted: Fitted) -> tuple[list[Any], list[np.nda
     return list(named), members
 
 
-def _quantity(fitted: Fitted, of: Any, yq: Any, num_queries: int) -> Quantity:
+def _quantity(fitted: TrainedModel, of: Any, yq: Any, num_queries: int) -> Quantity:
     return as_quantity(of, fitted.loss, yq, num_queries, fitted.num_outputs, fitted.offset.dtype)
 
 
 def _quantity_at_train(
-    fitted: Fitted, of: Any, like: Quantity
+    fitted: TrainedModel, of: Any, like: Quantity
 ) -> Callable[[Steps, np.ndarray, bool], np.ndarray]:
     """The same quantity at the training points, for the effect of each on itself."""
     targets = None if like.targets.shape[1:] == (0,) else fitted.data.targets
@@ -225,7 +225,7 @@ def _quantity_at_train(
 
 
 def _reader(
-    fitted: Fitted,
+    fitted: TrainedModel,
     xq: Array,
     outputs: Float[Array, "q c"],
     quantity: Quantity,
@@ -292,13 +292,13 @@ def _first_order_change(
     return jnp.einsum("qnb,nbk->qk", thin, reading, precision=HIGHEST)
 
 
-def _query_rows(fitted: Fitted, block_size: int | None) -> int:
+def _query_rows(fitted: TrainedModel, block_size: int | None) -> int:
     n, c = fitted.state.alpha.shape
     each = n * c * c * fitted.state.alpha.dtype.itemsize
     return block_size or int(max(1, BLOCK_SHARE * memory_budget() // each))
 
 
-def _point_columns(fitted: Fitted, block_size: int | None) -> int:
+def _point_columns(fitted: TrainedModel, block_size: int | None) -> int:
     n, c = fitted.state.alpha.shape
     each = COPIES * n * c * fitted.state.alpha.dtype.itemsize
     return block_size or int(max(1, 4 * BLOCK_SHARE * memory_budget() // each))
@@ -310,7 +310,7 @@ def _blocks(points: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def _padded(
-    block: np.ndarray, part: np.ndarray, fitted: Fitted, block_size: int | None
+    block: np.ndarray, part: np.ndarray, fitted: TrainedModel, block_size: int | None
 ) -> np.ndarray:
     """The last block filled up with its own last point: one shape, one compilation."""
     full = min(part.size, _point_columns(fitted, block_size))
@@ -322,7 +322,7 @@ def _ticker(points: np.ndarray, progress: bool | ProgressFn) -> Ticker:
 
 
 def _notes(
-    fitted: Fitted,
+    fitted: TrainedModel,
     form: str,
     first_order: bool,
     refine: float | None,

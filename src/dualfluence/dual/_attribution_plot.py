@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ._attribution import Attribution
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 else:
@@ -53,7 +51,7 @@ def label(targets: Any, index: int) -> str:
     )
 
 
-def plot_strip(result: Attribution, query: int = 0, k: int = 8, *, names: Any = None) -> Figure:
+def plot_strip(result: Any, query: int = 0, k: int = 8, *, names: Any = None) -> Figure:
     """The query on the left; above the points that helped it, below those that harmed it.
 
     **Arguments:**
@@ -96,14 +94,14 @@ def plot_strip(result: Attribution, query: int = 0, k: int = 8, *, names: Any = 
     return figure
 
 
-def _pictures(result: Attribution, points: np.ndarray) -> dict[int, Any]:
+def _pictures(result: Any, points: np.ndarray) -> dict[int, Any]:
     """Pictures of these points, none where features are not pictures."""
     if result.x is None or as_picture(result.x[0]) is None:
         return {}
     return {int(i): as_picture(result.x[i]) for i in points}
 
 
-def _query_panel(axis: Any, result: Attribution, query: int, names: Any) -> None:
+def _query_panel(axis: Any, result: Any, query: int, names: Any) -> None:
     axis.set_title(f"query {query}: {_name(result.yq, query, names)}\n{result.of}", fontsize=10)
     axis.set_xticks([])
     axis.set_yticks([])
@@ -115,9 +113,7 @@ def _query_panel(axis: Any, result: Attribution, query: int, names: Any) -> None
         axis.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=8)
 
 
-def _table(
-    axis: Any, kind: str, colour: str, points: list[Any], result: Attribution, names: Any
-) -> None:
+def _table(axis: Any, kind: str, colour: str, points: list[Any], result: Any, names: Any) -> None:
     axis.axis("off")
     axis.set_title(kind, color=colour, loc="left", fontsize=10)
     rows = [["point"], ["target"], ["effect"]]

@@ -30,7 +30,7 @@ from ..operators import AbstractKernelOperator
 from ..operators._layout import Device, Layout, as_mesh, on_mesh, rows_for
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, TrainingSet, apply_edits, targets_like
-from ..problem._objective import Problem, State, make_problem
+from ..problem._objective import State
 from ..solvers import (
     CG,
     AbstractDualSolver,
@@ -39,14 +39,16 @@ from ..solvers import (
     SpectralPreconditioner,
     resolve,
 )
+from ._attribute import attribute, attribute_groups
 from ._attribution import Attribution, GroupAttribution
 from ._drift import check_drift, distance_limit, exceeds, follow, told
-from ._fidelity import Fidelity
 from ._file import write_record
+from ._model import TrainedModel
 from ._newton import op_diagonal, op_mv
 from ._purge import check_settled, purged_data, purged_operator, stand_ins
 from ._readout import DualModel
 from ._record import Clock, OnFailure, Stats, check_outcome
+from ._ridge_path import ridge_path
 from ._setup import make_preconditioner
 from ._show import show_fitted, show_update
 from ._train import (
@@ -77,22 +79,11 @@ class Settings(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Fitted(DualModel):
+class Fitted(TrainedModel):
     """A model at (or near) the optimum of its training objective.
 
     Made by `fit`, `from_trained` or `load`. Immutable: `edit` returns a new object.
     """
-
-    loss: AbstractLoss
-    ridge: float
-    kernel_op: AbstractKernelOperator
-    offset: Float[Array, "n c"]
-    kernel_diagonal: Float[Array, "n c"]
-    preconditioner: AbstractPreconditioner
-    certificate: Certificate
-    stats: Stats
-    fidelity: Fidelity | None = None
-    epsilon: float | None = None
 
     def __repr__(self) -> str:
         return show_fitted(self)
@@ -126,25 +117,6 @@ class Fitted(DualModel):
             stats=NO_STATS,
             epsilon=source.narrow_eps,
         )
-
-    @property
-    def layout(self) -> Layout:
-        """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
-        return self.kernel_op.layout.holding(self.data.num_points)
-
-    @property
-    def outputs(self) -> Float[Array, "n c"]:
-        """Outputs at the training points."""
-        return self.layout.points(self.offset + self.state.k_alpha)
-
-    @property
-    def num_outputs(self) -> int:
-        return self.offset.shape[1]
-
-    def problem(self, data: TrainingSet | None = None) -> Problem:
-        """The objective on this training set, or on an edited one with the same rows."""
-        data = data or self.data
-        return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
 
     def edit(
         self,
@@ -367,26 +339,6 @@ class Fitted(DualModel):
         """Sample weights by row: none for spare rows."""
         return self.layout.expand(data.sample_weights, "zero")
 
-    def without_spare_rows(self) -> "Fitted":
-        """The same model with exactly one row per training point, as a fit from scratch has."""
-        n, layout, pre = self.data.num_points, self.layout, self.preconditioner
-        if layout.sharding is not None or layout.num_rows == n:
-            return self
-        if isinstance(pre, SpectralPreconditioner):
-            pre = SpectralPreconditioner(layout.points(pre.features))
-        return replace(
-            self,
-            kernel_op=self.kernel_op.cut(n),
-            state=State(
-                layout.points(self.state.alpha),
-                layout.points(self.state.k_alpha),
-                self.state.drift,
-            ),
-            offset=layout.points(self.offset),
-            kernel_diagonal=layout.points(self.kernel_diagonal),
-            preconditioner=pre,
-        )
-
     def _offset_at(self, x: Array, k_alpha: Float[Array, "m c"]) -> Float[Array, "m c"]:
         """`f − Kα` at new points: the base outputs, or the trained network's less its dual part."""
         return self.predict(x) - k_alpha
@@ -484,8 +436,6 @@ class Fitted(DualModel):
 
         **Returns:** `Attribution`, axes query by training point.
         """
-        from ._attribute import attribute  # it sits on top of this class
-
         return attribute(self, xq, yq, **options)
 
     def attribute_groups(
@@ -501,8 +451,6 @@ class Fitted(DualModel):
 
         **Returns:** `GroupAttribution`, with the sum of single effects beside each group's own.
         """
-        from ._attribute import attribute_groups
-
         return attribute_groups(self, groups, xq, yq, **options)
 
     def ridge_path(self, grid: Any = None) -> Any:
@@ -517,8 +465,6 @@ class Fitted(DualModel):
 
         **Returns:** `RidgePath`, with `best`, `reason` and `plot()`.
         """
-        from ._ridge_path import ridge_path
-
         return ridge_path(self, grid)
 
 

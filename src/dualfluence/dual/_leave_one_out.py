@@ -24,9 +24,9 @@ from .._support.compile import filter_jit
 from .._support.memory import total_memory
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import DenseOperator, KroneckerOperator, LowRankOperator
-from ._fitted import Fitted
 from ._inverse import AbstractInverse, cholesky_inverse, spectral_inverse
 from ._many import SharedInverse, plain, problem_of, reweighted
+from ._model import TrainedModel
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -223,7 +223,7 @@ class BatchedForm(AbstractLeaveOneOut):
     terms: Terms
     ridges: np.ndarray
     first_order: bool
-    fitted: Fitted = eqx.field(static=True)
+    fitted: TrainedModel = eqx.field(static=True)
     until: float | None = eqx.field(static=True)
 
     @property
@@ -248,7 +248,7 @@ class BatchedForm(AbstractLeaveOneOut):
 
 
 def leave_one_out(
-    fitted: Fitted, *, first_order: bool = False, until: float | None = None
+    fitted: TrainedModel, *, first_order: bool = False, until: float | None = None
 ) -> AbstractLeaveOneOut:
     """The form for this kernel and loss; `until` asks for iterated, certified answers."""
     op, dtype = plain(fitted.kernel_op), fitted.state.alpha.dtype
@@ -278,7 +278,7 @@ def leave_one_out(
     return batched
 
 
-def shared_inverse(fitted: Fitted) -> SharedInverse | None:
+def shared_inverse(fitted: TrainedModel) -> SharedInverse | None:
     """A preconditioner for leave-one-out systems, where `K` is small enough to factor."""
     op = plain(fitted.kernel_op)
     size = op.num_points * op.num_outputs

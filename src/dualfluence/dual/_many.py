@@ -20,7 +20,7 @@ from ..problem._certificate import measure_norms
 from ..problem._objective import Problem, State
 from ..solvers import AbstractPreconditioner
 from ..solvers._cg import conjugate_gradients
-from ._fitted import Fitted
+from ._model import TrainedModel
 
 ARMIJO = 1e-4
 MAX_HALVINGS = 40
@@ -75,12 +75,12 @@ class SharedInverse(AbstractPreconditioner):
         return apply
 
 
-def problem_of(fitted: Fitted) -> Problem:
+def problem_of(fitted: TrainedModel) -> Problem:
     """The fit's objective with its weights and ridge on the device, outside compiled functions."""
     return jax.tree.map(jnp.asarray, fitted.problem())
 
 
-def columns_at_once(fitted: Fitted) -> int:
+def columns_at_once(fitted: TrainedModel) -> int:
     """How many columns a batch may have in the memory there is."""
     n, c = fitted.state.alpha.shape
     each = LIVE_COPIES * n * c * fitted.state.alpha.dtype.itemsize
@@ -92,7 +92,7 @@ def columns_at_once(fitted: Fitted) -> int:
 
 
 def reweighted(
-    fitted: Fitted,
+    fitted: TrainedModel,
     sample_weights: np.ndarray,
     *,
     start: Array | None = None,
@@ -144,7 +144,7 @@ class _Report(eqx.Module):
     solved: Array
 
 
-def _start(fitted: Fitted, alpha: Array | None, k: int) -> tuple[Array, Array]:
+def _start(fitted: TrainedModel, alpha: Array | None, k: int) -> tuple[Array, Array]:
     if alpha is None:
         pair = (fitted.state.alpha, fitted.state.k_alpha)
         return tuple(jnp.repeat(v[:, :, None], k, axis=2) for v in pair)  # type: ignore[return-value]

@@ -18,10 +18,10 @@ from jaxtyping import Array, Float
 from .._support.compile import filter_jit
 from ..losses import DiagonalFactor, SquaredError
 from ..operators import UnsupportedStructure
-from ._fitted import Fitted
 from ._inverse import folded
 from ._leave_one_out import Terms
 from ._many import plain, problem_of
+from ._model import Trained, TrainedModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ class RidgePath:
         return figure
 
 
-def ridge_path(fitted: Fitted, grid: Any = None) -> RidgePath:
+def ridge_path(fitted: TrainedModel, grid: Any = None) -> RidgePath:
     """See `Fitted.ridge_path`."""
     fitted = fitted.without_spare_rows()
     ridges = _grid(fitted, grid)
@@ -128,8 +128,8 @@ def ridge_path(fitted: Fitted, grid: Any = None) -> RidgePath:
 
 
 def auto_ridge(
-    fit_at: Callable[[float], Fitted], start: float, grid: Any = None
-) -> tuple[Fitted, str]:
+    fit_at: Callable[[float], Trained], start: float, grid: Any = None
+) -> tuple[Trained, str]:
     """The fit whose ridge has the least leave-one-out loss, and why.
 
     Fits at `start`, walks the path, fits at its best, and again until the choice stays: once for
@@ -154,7 +154,7 @@ def auto_ridge(
             return fitted, path.reason
 
 
-def _grid(fitted: Fitted, grid: Any) -> np.ndarray:
+def _grid(fitted: TrainedModel, grid: Any) -> np.ndarray:
     if grid is None:
         return GRID * float(jnp.mean(fitted.kernel_diagonal))
     ridges = np.unique(np.asarray(grid, float))
@@ -179,7 +179,7 @@ class _Own(NamedTuple):
     kept: Float[Array, "n c"]
 
 
-def _spectra(fitted: Fitted) -> list[_Spectrum]:
+def _spectra(fitted: TrainedModel) -> list[_Spectrum]:
     """One spectrum where outputs are coupled, one per output where they are not."""
     op, problem = plain(fitted.kernel_op), problem_of(fitted)
     alpha, dtype = fitted.state.alpha, fitted.state.alpha.dtype
@@ -254,7 +254,7 @@ def _coefficients(spectrum: _Spectrum, v: Float[Array, "n c s"]) -> Float[Array,
 
 
 def _errors(
-    fitted: Fitted,
+    fitted: TrainedModel,
     parts: list[_Spectrum],
     ridge: Array,
     weights: Float[Array, " n"],

@@ -1,17 +1,15 @@
 """What a fitted model and an update print: points, objective, kernel, run and certificate."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from .._support.show import count, table
 from ..models._sources import AbstractSource
-
-if TYPE_CHECKING:
-    from ._fitted import Fitted, Update
+from ._model import TrainedModel
 
 
-def show_fitted(fitted: "Fitted") -> str:
+def show_fitted(fitted: TrainedModel) -> str:
     """One screen about a model."""
     rows = [*_rows(fitted, fitted), ("certificate", fitted.certificate.summary())]
     if fitted.fidelity is not None:
@@ -21,7 +19,7 @@ def show_fitted(fitted: "Fitted") -> str:
     return table("Fitted", rows)
 
 
-def show_update(update: "Update") -> str:
+def show_update(update: Any) -> str:
     """One screen about a model after an edit."""
     delta = np.asarray(update.delta_alpha)
     moved = int((delta != 0).any(axis=1).sum())
@@ -31,7 +29,7 @@ def show_update(update: "Update") -> str:
     return table("Update", rows)
 
 
-def _rows(model: "Fitted | Update", base: "Fitted") -> list[tuple[str, str]]:
+def _rows(model: Any, base: TrainedModel) -> list[tuple[str, str]]:
     data = model.data
     used, shape = int((data.sample_weights > 0).sum()), tuple(data.x.shape[1:])
     removed = data.num_points - used

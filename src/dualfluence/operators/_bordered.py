@@ -90,6 +90,11 @@ class BorderedOperator(AbstractKernelOperator):
             C = jnp.kron(C, jnp.eye(c, dtype=C.dtype))
         return jnp.block([[self.op.dense(), C], [C.T, self.corner.dense()]])
 
+    def with_precision(self, precision: jax.lax.Precision) -> "BorderedOperator":
+        """Of both blocks; the border itself keeps full precision."""
+        op, corner = (part.with_precision(precision) for part in (self.op, self.corner))
+        return BorderedOperator(op, self.cross, corner)
+
     @classmethod
     def around(cls, op: AbstractKernelOperator, columns: Array) -> "BorderedOperator":
         """`op` with an empty border that takes `columns` like these."""

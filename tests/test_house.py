@@ -1,0 +1,165 @@
+"""The house: which room may use which, read from the imports in the source.
+
+Every import counts, also one inside a function or under `TYPE_CHECKING`. A room uses rooms on earlier
+lines of `ORDER`, never one on its own line or later. Of the root's own modules, `_plan` (what a kernel
+costs) and `metrics` stand right after `_support`, which is all that they use; `__init__` and `__main__`
+come last. The apps have an order among themselves.
+"""
+
+import ast
+import graphlib
+from pathlib import Path
+
+import pytest
+
+import dualfluence
+
+PACKAGE = Path(dualfluence.__file__).parent
+ORDER = [
+    "",
+    "_version",
+    "_support",
+    "_plan metrics",
+    "losses kernels infinite datasets",
+    "operators",
+    "problem models solvers",
+    "store",
+    "dual",
+    "primal",
+    "attribution",
+    "unlearning",
+    "adapters",
+    "apps",
+    "__init__ __main__",
+    "",
+][1:-1]
+APPS = ["compare", "attribute paper web", "demo bench", "cli"]
+ENTRANCE = {"__init__", "__main__", "_version"}
+MAX_ROOT = 3
+MAY_ASK_FOR_TYPES = {"solvers._cholesky", "dual._leave_one_out", "models._sources"}
+"""Where `isinstance` may look at operators and sources: closed forms for certain structures, twice, and
+whatever a user hands to `fit`."""
+
+
+def modules(root=PACKAGE):
+    """Name inside the package (`dual._fit`, `dual.__init__`) and source of every module."""
+    files = sorted(root.rglob("*.py"))
+    return {".".join(f.relative_to(root).with_suffix("").parts): f.read_text() for f in files}
+
+
+def imports(name, source, known):
+    """Modules of the package that this one imports, wherever the statement stands."""
+    here = name.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = [alias.name.split(".") for alias in node.names]
+            targets = [parts[1:] for parts in found if parts[0] == "dualfluence"]
+        elif isinstance(node, ast.ImportFrom):
+            base = (node.module or "").split(".") if node.module else []
+            if node.level:
+                base = here[: len(here) - node.level + 1] + base
+            elif base[:1] == ["dualfluence"]:
+                base = base[1:]
+            else:
+                continue
+            targets = [[*base, alias.name] for alias in node.names]
+        else:
+            continue
+        for parts in targets:
+            yield _module(parts, known)
+
+
+def _module(parts, known):
+    """The module that a dotted name is in: itself, a package, or what it is defined in."""
+    for stop in range(len(parts), 0, -1):
+        for name in (".".join(parts[:stop]), ".".join([*parts[:stop], "__init__"])):
+            if name in known:
+                return name
+    return "__init__"
+
+
+def graph(known):
+    edges = {name: set(imports(name, source, known)) - {name} for name, source in known.items()}
+    return {name: sorted(found) for name, found in edges.items()}
+
+
+def rooms_out_of_order(edges, order, depth=0):
+    """Imports from one room into another that does not stand before it."""
+    place = {room: line for line, rooms in enumerate(order) for room in rooms.split()}
+    wrong = []
+    for name, found in edges.items():
+        for other in found:
+            one, two = (m.split(".")[depth] for m in (name, other))
+            if one != two and place[two] >= place[one]:
+                wrong.append(f"{name} imports {other}")
+    return wrong
+
+
+def cycle(edges):
+    """Modules that import each other in a ring, or `None`.
+
+    A package stands for its modules where it is imported as a whole (`from . import x`).
+    """
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+
+
+def type_questions(source):
+    """`isinstance` tests on classes named `...Operator` or `...Source`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            names = [n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)]
+            yield from (n for n in names if n.endswith(("Operator", "Source", "Wrapper")))
+
+
+def test_rooms_use_only_earlier_rooms():
+    assert rooms_out_of_order(graph(modules()), ORDER) == []
+
+
+def test_apps_use_only_earlier_apps():
+    edges = graph({n: s for n, s in modules().items() if n.startswith("apps.")})
+    inside = {
+        name: [other for other in found if other.startswith("apps.")]
+        for name, found in edges.items()
+        if not name.startswith("apps.__")
+    }
+    assert rooms_out_of_order(inside, APPS, depth=1) == []
+
+
+def test_no_modules_import_each_other_in_a_ring():
+    assert cycle(graph(modules())) is None
+
+
+def test_the_root_is_small():
+    own = {path.stem for path in PACKAGE.glob("*.py")} - ENTRANCE
+    assert len(own) <= MAX_ROOT, sorted(own)
+
+
+def test_structures_are_asked_by_methods():
+    asking = {name for name, source in modules().items() if any(type_questions(source))}
+    assert asking <= MAY_ASK_FOR_TYPES
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from ..dual import fit",
+        "from ..dual._fit import fit",
+        "import dualfluence.dual._fit",
+        "from dualfluence import dual",
+        "def f():\n    from ..dual._fit import fit",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..dual import _fit",
+    ],
+)
+def test_a_forbidden_import_is_seen_however_it_is_written(statement):
+    known = modules() | {"operators._new": statement}
+    assert rooms_out_of_order(graph(known), ORDER) != []
+
+
+def test_a_ring_and_a_type_question_are_seen():
+    one = "def save():\n    from ._b import load"
+    ring = {"dual.__init__": "", "dual._a": one, "dual._b": "from ._a import save"}
+    assert cycle(graph(ring)) is not None
+    assert list(type_questions("isinstance(op, (DenseOperator, int))")) == ["DenseOperator"]
