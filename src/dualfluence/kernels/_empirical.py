@@ -11,8 +11,8 @@ from jaxtyping import Array
 from .._support.memory import tile_budget
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
-from ._plan import Method
 from ._prepare import as_inputs, num_points, prepare
+from ._recipe import Method
 from ._report import KernelReport
 from ._schedule import FeatureStore, choose_tiles
 
@@ -150,16 +150,16 @@ def _kernel(
     prepared, leaves, rest = prepare(apply_fn, params, x1, **options)
     prepared.check_apart(leaves, rest, x1)
     sizes = (num_points(x1), None if x2 is None else num_points(x2))
-    entries = sizes[0] * (sizes[1] or sizes[0]) * (1 if traced else prepared.plan.num_outputs**2)
-    budget = run["tile_bytes"] or tile_budget(entries * np.dtype(prepared.plan.dtype).itemsize)
+    entries = sizes[0] * (sizes[1] or sizes[0]) * (1 if traced else prepared.recipe.num_outputs**2)
+    budget = run["tile_bytes"] or tile_budget(entries * np.dtype(prepared.recipe.dtype).itemsize)
     tiles = choose_tiles(prepared, *sizes, budget=budget, traced=traced)
     store = FeatureStore(prepared, leaves, rest, x1, x2, tiles, traced=traced)
     value = fill_kernel(
         store.block,
         store.index1,
         store.index2,
-        tail=() if traced else (prepared.plan.num_outputs,),
-        dtype=prepared.plan.dtype,
+        tail=() if traced else (prepared.recipe.num_outputs,),
+        dtype=prepared.recipe.dtype,
         tile=tiles.shape,
         out=run["out"],
         progress=run["progress"],

@@ -17,22 +17,28 @@ import jax.numpy as jnp
 import numpy as np
 
 Env = Mapping[int, Any]
-Layout = tuple[Any, ...]
+"""Values of the slots of a program."""
+
+AxisOrder = tuple[Any, ...]
+"""What happened to the axes between a product and the leaf's gradient, step by step. It is only ever
+compared: two products with the same steps may be added."""
+
 Scalars = tuple[tuple[int, int], ...]
+"""Slots of single numbers, each with the power 1 or -1 at which it multiplies a gradient."""
 
 
 @dataclass(frozen=True)
-class AbstractFactor:
+class GradientFactor:
     r"""A gradient $\sum_s A_{b,s} \otimes G_{b,s}$; sizes are `(b, s, m, n)` for one point.
 
     - `scalars`: slots that multiply (`+1`) or divide (`-1`) it; `sign` is its sign.
-    - `layout`: what moves the product's axes into the leaf's; equal layouts may be added.
+    - `axis_order`: what moves the product's axes into the leaf's; equal axis orders may be added.
     """
 
     sizes: tuple[int, int, int, int]
     scalars: Scalars
     sign: int
-    layout: Layout
+    axis_order: AxisOrder
     right_slot: int
 
     kind = "abstract"
@@ -70,7 +76,7 @@ def scale_product(env: Env, scalars: Scalars, sign: int, dtype: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class DotFactor(AbstractFactor):
+class DotFactor(GradientFactor):
     """Both factors are the operands of a `dot_general`."""
 
     left_slot: int
@@ -93,7 +99,7 @@ class DotFactor(AbstractFactor):
 
 
 @dataclass(frozen=True)
-class ConvFactor(AbstractFactor):
+class ConvFactor(GradientFactor):
     """$A$ holds the input patches under each output position, $G$ the output cotangents."""
 
     left_slot: int
@@ -125,7 +131,7 @@ class ConvFactor(AbstractFactor):
 
 
 @dataclass(frozen=True)
-class LookupFactor(AbstractFactor):
+class LookupFactor(GradientFactor):
     """$A$ is one-hot rows, kept as indices; out-of-range rows carry no gradient."""
 
     left_slot: int
@@ -143,7 +149,8 @@ class LookupFactor(AbstractFactor):
         found = jnp.reshape(idx[..., self.component], self.sizes[:2])
         if self.clips:
             return jnp.clip(found, 0, self.sizes[2] - 1)
-        # A start beside the row's own axis that is not zero drops the row: mark it out of range.
+        # An index has one entry per axis. JAX drops a row whose index is not zero on the other axes,
+        # because it would stick out there: -1 marks such a row as out of range.
         strays = jnp.reshape(jnp.any(idx != 0, axis=-1, where=self._others(idx)), found.shape)
         return jnp.where(strays, -1, found)
 
@@ -151,6 +158,7 @@ class LookupFactor(AbstractFactor):
         return jnp.arange(idx.shape[-1]) != self.component
 
     def right(self, env: Env) -> Any:
+        # A dropped row has no gradient: its cotangent must not reach the kernel.
         idx = self.left(env)[..., None]
         rows = jnp.reshape(env[self.right_slot], (*self.sizes[:2], self.sizes[3]))
         inside = (idx >= 0) & (idx < self.sizes[2])
@@ -166,12 +174,15 @@ def _batch_sum_free(x: Any, batch: tuple[int, ...], summed: tuple[int, ...]) -> 
 
 def _patches(x: Any, p: Any, taps: tuple[int, ...], window: tuple[int, ...]) -> Any:
     """Strided windows of `(a, b, *spatial)`: shape `(taps, a, b, *window)`."""
-    # In the weight's gradient the taps step by the strides and the window by the dilation.
+    # JAX writes a weight's gradient as a convolution of inputs with cotangents: its outputs are the
+    # taps of the filter and its window goes over output positions. So the taps step by its strides,
+    # and positions by its dilation.
     steps, spread = p["window_strides"], p["rhs_dilation"]
     config = [(0, 0, 0), (0, 0, 0)]
     for d, length in enumerate(x.shape[2:]):
         low, hole = p["padding"][d][0], p["lhs_dilation"][d] - 1
         dilated = length + max(length - 1, 0) * hole
+        # Exactly as far as the last window reaches; a negative padding cuts off what none reads.
         needed = (taps[d] - 1) * steps[d] + (window[d] - 1) * spread[d] + 1
         config.append((low, needed - dilated - low, hole))
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
@@ -185,10 +196,10 @@ def _patches(x: Any, p: Any, taps: tuple[int, ...], window: tuple[int, ...]) -> 
 
 
 @dataclass(frozen=True)
-class SharedFactor(AbstractFactor):
+class SharedFactor(GradientFactor):
     """Several uses of one parameter: their sums over `s` laid end to end, so cross terms stay."""
 
-    parts: tuple[AbstractFactor, ...]
+    parts: tuple[GradientFactor, ...]
 
     kind = "shared"
 
@@ -203,12 +214,12 @@ class SharedFactor(AbstractFactor):
         return jnp.concatenate([part.pair(env)[1] for part in self.parts], axis=1)
 
 
-def merge_uses(terms: tuple[AbstractFactor, ...]) -> AbstractFactor | None:
-    """One factor for the sum of `terms`, or `None` where their layouts differ."""
+def merge_uses(terms: tuple[GradientFactor, ...]) -> GradientFactor | None:
+    """One factor for the sum of `terms`, or `None` where their axis orders differ."""
     first = terms[0]
     b, _, m, n = first.sizes
     alike = all(
-        (t.kind, t.layout, t.sizes[0], t.sizes[2:]) == (first.kind, first.layout, b, (m, n))
+        (t.kind, t.axis_order, t.sizes[0], t.sizes[2:]) == (first.kind, first.axis_order, b, (m, n))
         for t in terms
     )
     if not alike:
@@ -216,4 +227,4 @@ def merge_uses(terms: tuple[AbstractFactor, ...]) -> AbstractFactor | None:
     if len(terms) == 1:
         return first
     sizes = (b, sum(t.sizes[1] for t in terms), m, n)
-    return SharedFactor(sizes, (), 1, first.layout, first.right_slot, terms)
+    return SharedFactor(sizes, (), 1, first.axis_order, first.right_slot, terms)

@@ -1,4 +1,4 @@
-"""Check a function and its inputs, plan its kernel once, and keep the compiled pieces."""
+"""Check a function and its inputs, make a recipe of its kernel once, and keep the compiled pieces."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from ._apart import Apart
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
 from ._params import Split, split_params, widen
-from ._plan import Method, Plan
+from ._recipe import Method, Recipe
 from ._report import make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
 
@@ -23,16 +23,18 @@ MAX_KEPT = 16
 
 
 class Prepared:
-    """A plan with its compiled features and tiles, and the guard of its function."""
+    """A recipe with its compiled features and tiles, and the guard of its function."""
 
-    def __init__(self, single: Any, batched: Any, split: Split, shapes: Any, plan: Plan) -> None:
+    def __init__(
+        self, single: Any, batched: Any, split: Split, shapes: Any, recipe: Recipe
+    ) -> None:
         leaves, rest, point = shapes
-        self.plan = plan
-        self.report = make_report(plan, split, read_uses(single, leaves, rest, point))
-        self.feature_bytes = feature_bytes(plan, leaves, rest, point)
-        self.workspace_bytes = workspace_bytes(plan)
-        self._features = jit(partial(make_features, plan), static_argnames="chunk")
-        tile = partial(contract, dtype=plan.dtype, precision=plan.precision)
+        self.recipe = recipe
+        self.report = make_report(recipe, split, read_uses(single, leaves, rest, point))
+        self.feature_bytes = feature_bytes(recipe, leaves, rest, point)
+        self.workspace_bytes = workspace_bytes(recipe)
+        self._features = jit(partial(make_features, recipe), static_argnames="chunk")
+        tile = partial(contract, dtype=recipe.dtype, precision=recipe.precision)
         self.tile = jit(tile, static_argnames="traced")
         self.tile_at = jit(
             lambda f1, f2, i, j, traced: tile(
@@ -61,7 +63,7 @@ def prepare(
     method: Method,
     precision: Any,
 ) -> tuple[Prepared, list[Any], list[Any]]:
-    """Plan the kernel of `apply_fn`, or find the plan of an earlier call with the same shapes.
+    """Make a recipe of the kernel of `apply_fn`, or find that of an earlier call with the same shapes.
 
     **Returns:** the prepared kernel, the trainable leaves and the fixed arrays.
     """
@@ -91,8 +93,8 @@ def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: An
         out = batched(leaves, rest, jax.tree.map(lambda a: a[None], x))
         return jnp.reshape(out, (out.shape[1],))
 
-    plan = Plan(single, leaves, rest, point, method=method, precision=precision)
-    return Prepared(single, batched, split, (leaves, rest, point), plan)
+    recipe = Recipe(single, leaves, rest, point, method=method, precision=precision)
+    return Prepared(single, batched, split, (leaves, rest, point), recipe)
 
 
 def _as_batch(point: Any) -> Any:
@@ -100,7 +102,7 @@ def _as_batch(point: Any) -> Any:
 
 
 def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
-    """What a plan depends on; `None` (plan anew) where that is not hashable or being traced."""
+    """What a recipe depends on; `None` (make one anew) where that is not hashable or being traced."""
     arrays, structure = jax.tree.flatten(args)
     if any(isinstance(a, Tracer) for a in arrays):
         return None

@@ -13,8 +13,8 @@ from .._support.compile import jit
 from ._apart import Apart
 from ._jacobian import push
 from ._params import Split, split_params
-from ._plan import precision_name
 from ._prepare import as_inputs, check_outputs, num_points
+from ._recipe import precision_name
 from ._snapshot import Kept, take_snapshot
 
 DEFAULT_BATCH = 256

@@ -7,10 +7,10 @@ import numpy as np
 from jax.core import Tracer
 
 from ._factors import (
-    AbstractFactor,
+    AxisOrder,
     ConvFactor,
     DotFactor,
-    Layout,
+    GradientFactor,
     LookupFactor,
     Scalars,
     merge_uses,
@@ -24,10 +24,10 @@ class FactorReader:
     def __init__(self, program: Program, reached: set[int]) -> None:
         self.program, self.reached = program, reached
 
-    def read(self, slot: int) -> AbstractFactor | None:
+    def read(self, slot: int) -> GradientFactor | None:
         """The factors of the gradient in `slot`, or `None` where none are known.
 
-        A parameter used more than once has a sum of products; uses of equal layout become one
+        A parameter used more than once has a sum of products; uses of equal axis order become one
         factor with a longer sum, others have no common factors.
         """
         terms = self._terms(slot, (), 1, ())
@@ -48,46 +48,54 @@ class FactorReader:
         return slot, scalars, sign
 
     def _terms(
-        self, slot: int, scalars: Scalars, sign: int, layout: Layout
-    ) -> list[AbstractFactor] | None:
+        self, slot: int, scalars: Scalars, sign: int, axis_order: AxisOrder
+    ) -> list[GradientFactor] | None:
         op = self.program.producer.get(slot)
         if op is None or slot not in self.reached:
             return None
+        # A parameter that is used twice: its gradient is the sum over uses. (`add` with broadcasting
+        # would repeat entries and is not such a sum.)
         if op.name in ("add_any", "add") and self.program.shape(op.ins[0]) == self.program.shape(
             op.ins[1]
         ):
-            parts = [self._terms(s, scalars, sign, layout) for s in op.ins if s in self.reached]
+            parts = [self._terms(s, scalars, sign, axis_order) for s in op.ins if s in self.reached]
+            # One use without factors leaves the sum without: the cross terms would be lost.
             if any(part is None for part in parts):
                 return None
             return [term for part in parts if part is not None for term in part]
         if self._keeps_order(op) or op.name == "transpose":
             here = (op.name, op.params.get("permutation"), self.program.shape(op.outs[0]))
-            return self._terms(op.ins[0], scalars, sign, (*layout, here))
+            return self._terms(op.ins[0], scalars, sign, (*axis_order, here))
         if (found := self._scalar(op)) is not None:
             inner, extra, flip = found
-            return self._terms(inner, scalars + extra, sign * flip, layout)
-        factor = self._factor(op, scalars, sign, layout)
+            return self._terms(inner, scalars + extra, sign * flip, axis_order)
+        factor = self._factor(op, scalars, sign, axis_order)
         return None if factor is None else [factor]
 
     def _keeps_order(self, op: Op) -> bool:
+        """Whether the entries of the result are those of the input, in the same flat order."""
         size = self.program.size
         if op.name in ("squeeze", "expand_dims", "copy", "copy_p", "convert_element_type"):
             return True
         if op.name == "reshape":
             return op.params.get("dimensions") is None
         if op.name in ("broadcast_in_dim", "reduce_sum"):
+            # Of equal size they only add or drop axes of length one.
             return size(op.ins[0]) == size(op.outs[0])
         if op.name == "transpose":
+            # Axes of length one may go anywhere.
             shape = self.program.shape(op.ins[0])
             kept = [d for d in op.params["permutation"] if shape[d] != 1]
             return kept == sorted(kept)
         return False
 
     def _scalar(self, op: Op) -> tuple[int, Scalars, int] | None:
+        """`(slot, scalars, sign)` where `op` multiplies `slot` by one number, else `None`."""
         if op.name == "neg":
             return op.ins[0], (), -1
         if op.name not in ("mul", "div"):
             return None
+        # The number is what the cotangent does not reach: either operand of a product, the divisor.
         for k, power in ((1, 1), (0, 1)) if op.name == "mul" else ((1, -1),):
             scalar = self._scalar_slot(op.ins[k])
             if scalar is not None and op.ins[1 - k] in self.reached:
@@ -105,23 +113,27 @@ class FactorReader:
             return op.ins[0]
         return None
 
-    def _factor(self, op: Op, scalars: Scalars, sign: int, layout: Layout) -> AbstractFactor | None:
+    def _factor(
+        self, op: Op, scalars: Scalars, sign: int, axis_order: AxisOrder
+    ) -> GradientFactor | None:
         common = {"scalars": scalars, "sign": sign}
         if op.name == "dot_general":
-            return self._dot(op, layout, common)
+            return self._dot(op, axis_order, common)
         if op.name == "conv_general_dilated":
-            return self._conv(op, layout, common)
+            return self._conv(op, axis_order, common)
         if op.name in ("scatter-add", "scatter_add"):
-            return self._lookup(op, layout, common)
+            return self._lookup(op, axis_order, common)
         return None
 
-    def _dot(self, op: Op, layout: Layout, common: dict[str, Any]) -> DotFactor | None:
+    def _dot(self, op: Op, axis_order: AxisOrder, common: dict[str, Any]) -> DotFactor | None:
         left, right = op.ins
         (sum_l, sum_r), (batch_l, batch_r) = op.params["dimension_numbers"]
         dims_l, dims_r = (tuple(batch_l), tuple(sum_l)), (tuple(batch_r), tuple(sum_r))
+        # A is what the cotangent does not reach, G what it does: put A on the left.
         swapped = left in self.reached
         if swapped:
             left, right, dims_l, dims_r = right, left, dims_r, dims_l
+        # Reached by both or by neither: not the outer product of a weight's gradient.
         if left in self.reached or right not in self.reached:
             return None
         shape_l, shape_r = self.program.shape(left), self.program.shape(right)
@@ -134,7 +146,7 @@ class FactorReader:
             common = {"scalars": common["scalars"] + scalars, "sign": common["sign"] * sign}
         return DotFactor(
             sizes=sizes,
-            layout=(*layout, "dot", tuple(shape_l[d] for d in dims_l[0]), free),
+            axis_order=(*axis_order, "dot", tuple(shape_l[d] for d in dims_l[0]), free),
             right_slot=right,
             left_slot=left,
             left_dims=dims_l,
@@ -142,12 +154,16 @@ class FactorReader:
             **common,
         )
 
-    def _conv(self, op: Op, layout: Layout, common: dict[str, Any]) -> ConvFactor | None:
+    def _conv(self, op: Op, axis_order: AxisOrder, common: dict[str, Any]) -> ConvFactor | None:
         left, right = op.ins
         p, spec = op.params, op.params["dimension_numbers"]
+        # JAX transposes a grouped convolution into one with batch groups; feature groups here mean that
+        # this is another convolution than the last step of a weight's gradient.
         if left in self.reached or right not in self.reached or p["feature_group_count"] != 1:
             return None
         lhs, rhs, out = (self.program.shape(s) for s in (left, right, op.outs[0]))
+        # Inputs and cotangents change places against the forward pass: the sum goes over points and
+        # positions (the window here), and what comes out are the taps of the filter.
         groups = p["batch_group_count"]
         taps = tuple(out[d] for d in spec.out_spec[2:])
         window = tuple(rhs[d] for d in spec.rhs_spec[2:])
@@ -159,14 +175,15 @@ class FactorReader:
         )
         return ConvFactor(
             sizes=sizes,
-            layout=(*layout, "conv", str(spec), out, groups),
+            axis_order=(*axis_order, "conv", str(spec), out, groups),
             right_slot=right,
             left_slot=left,
             params={**p, "taps": taps, "window": window},
             **common,
         )
 
-    def _lookup(self, op: Op, layout: Layout, common: dict[str, Any]) -> LookupFactor | None:
+    def _lookup(self, op: Op, axis_order: AxisOrder, common: dict[str, Any]) -> LookupFactor | None:
+        # The gradient of `table[idx]`: cotangents of rows added into a table of zeros.
         table, idx, rows = op.ins
         d = op.params["dimension_numbers"]
         shape, row_shape = self.program.shape(table), self.program.shape(rows)
@@ -184,7 +201,7 @@ class FactorReader:
             return None
         return LookupFactor(
             sizes=(1, prod(row_shape) // max(prod(window), 1), shape[0], prod(window)),
-            layout=(*layout, "lookup", shape),
+            axis_order=(*axis_order, "lookup", shape),
             right_slot=rows,
             left_slot=idx,
             component=tuple(d.scatter_dims_to_operand_dims).index(0),
@@ -200,5 +217,7 @@ class FactorReader:
         return value is not None and not isinstance(value, Tracer) and not np.any(value)
 
 
-def _free_shape(shape: tuple[int, ...], batch: tuple[int, ...], summed: tuple[int, ...]) -> Layout:
+def _free_shape(
+    shape: tuple[int, ...], batch: tuple[int, ...], summed: tuple[int, ...]
+) -> AxisOrder:
     return tuple(n for d, n in enumerate(shape) if d not in batch and d not in summed)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ._params import Split
-from ._plan import Leaf, Plan
 from ._program import Op, Program, trace_program
+from ._recipe import Leaf, Recipe
 
 VIEWS = frozenset(
     {"convert_element_type", "transpose", "reshape", "squeeze", "broadcast_in_dim", "copy", "neg"}
@@ -54,8 +54,8 @@ class KernelReport:
         return "\n".join(line.rstrip() for line in lines)
 
 
-def make_report(plan: Plan, split: Split, uses: Sequence[tuple[str, ...]]) -> KernelReport:
-    """Put the plan's forms and the forward pass's `uses` into words."""
+def make_report(recipe: Recipe, split: Split, uses: Sequence[tuple[str, ...]]) -> KernelReport:
+    """Put the recipe's forms and the forward pass's `uses` into words."""
     paths = [
         path for path, role in zip(split.paths, split.roles, strict=True) if role == "trainable"
     ]
@@ -65,11 +65,11 @@ def make_report(plan: Plan, split: Split, uses: Sequence[tuple[str, ...]]) -> Ke
     leaves = [
         LeafReport(
             path,
-            plan.program.shape(leaf.slot),
-            _rule(leaf, entries, plan.method),
+            recipe.program.shape(leaf.slot),
+            _rule(leaf, entries, recipe.method),
             FORMS.get(leaf.form, "whole gradient"),
         )
-        for path, leaf, entries in zip(paths, plan.leaves, uses, strict=True)
+        for path, leaf, entries in zip(paths, recipe.leaves, uses, strict=True)
     ]
     return KernelReport(tuple(leaves), tuple(fixed))
 

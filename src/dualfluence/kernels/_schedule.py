@@ -36,7 +36,7 @@ def choose_tiles(
     Half of the budget is for features: of all points if they fit, else of one tile's rows and
     columns. The other half is for the products, or before them for the backward passes.
     """
-    plan = prepared.plan
+    recipe = prepared.recipe
     symmetric = n2 is None
     columns = n1 if n2 is None else n2
     per_point, workspace = prepared.feature_bytes, prepared.workspace_bytes
@@ -47,15 +47,15 @@ def choose_tiles(
             f" needs {2 * max(2 * per_point, workspace)}. Raise tile_bytes, choose fewer"
             " `trainable` parameters, or use ntk_mv, which holds no Jacobian."
         )
-    outputs = 1 if traced else plan.num_outputs**2
-    copies = min(len(plan.groups) + 1, TERMS_AT_ONCE) + 2
-    entry = outputs * np.dtype(plan.dtype).itemsize * copies
+    outputs = 1 if traced else recipe.num_outputs**2
+    copies = min(len(recipe.groups) + 1, TERMS_AT_ONCE) + 2
+    entry = outputs * np.dtype(recipe.dtype).itemsize * copies
     side = max(1, isqrt(half // entry))
     keep = (n1 if symmetric else n1 + columns) * per_point <= half
     if not keep:
         side = min(side, half // (2 * per_point))
     rows, cols = min(side, n1), min(side, columns)
-    if symmetric and n1 * plan.num_outputs >= WORTH_CUTTING:
+    if symmetric and n1 * recipe.num_outputs >= WORTH_CUTTING:
         rows = min(rows, ceil(n1 / SYMMETRIC_TILES))
     return Tiles((rows, rows if symmetric else cols), max(1, half // max(workspace, 1)), keep)
 

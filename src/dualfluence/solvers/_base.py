@@ -4,6 +4,7 @@ $$(\lambda I + WK)\,\Delta\alpha = b,\qquad W = RR^\top .$$
 """
 
 import abc
+from dataclasses import fields
 from functools import lru_cache
 
 import equinox as eqx
@@ -93,5 +94,10 @@ class AbstractDualSolver(eqx.Module):
 
 @lru_cache(maxsize=64)
 def _name(solver: AbstractDualSolver) -> str:
-    """Pretty-printing takes as long as a small solve: once per solver."""
-    return repr(solver)
+    """`CG`, or `CG(max_steps=50)`: the class and what differs from its defaults.
+
+    Once per solver, because a look at its fields takes as long as a small solve.
+    """
+    own = [(f.name, getattr(solver, f.name), f.default) for f in fields(solver)]
+    told = ", ".join(f"{name}={value!r}" for name, value, default in own if value != default)
+    return f"{type(solver).__name__}({told})" if told else type(solver).__name__

@@ -84,7 +84,8 @@ class Cholesky(AbstractDualSolver):
 
     def describe(self, op: AbstractKernelOperator) -> str:
         densified = not isinstance(op, (DenseOperator, KroneckerOperator, LowRankOperator))
-        return f"Cholesky of {type(op).__name__} made dense" if densified else "Cholesky"
+        name = super().describe(op)
+        return f"{name} of {type(op).__name__} made dense" if densified else name
 
 
 def _factorise(

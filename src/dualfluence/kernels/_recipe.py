@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ._factors import AbstractFactor, Scalars
+from ._factors import GradientFactor, Scalars
 from ._program import Op, trace_program
 from ._reader import FactorReader
 
@@ -24,14 +24,14 @@ class Leaf:
     slot: int
     size: int
     form: str
-    factor: AbstractFactor | None = None
+    factor: GradientFactor | None = None
 
 
 @dataclass(frozen=True)
 class Group:
     """Gradients with a common $G$: `factors` bring their own $A$, `scales` have $A$ a number."""
 
-    factors: tuple[AbstractFactor, ...]
+    factors: tuple[GradientFactor, ...]
     scales: tuple[tuple[Scalars, int], ...] = ()
 
 
@@ -44,7 +44,7 @@ def prefers_pair(sizes: tuple[int, int, int, int], num_outputs: int) -> bool:
     return pair <= whole
 
 
-class Plan:
+class Recipe:
     r"""The backward pass of `single`, cut one step short of the gradients.
 
     **Arguments:**
