@@ -290,7 +290,7 @@ class KernelSource(AbstractSource):
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
         # A bound method holds its object: a kernel with points in it says how it loses them.
-        holder = getattr(self.kernel, "__self__", None)
+        holder: Any = getattr(self.kernel, "__self__", None)
         if not hasattr(holder, "purged"):
             return self
         return replace(self, kernel=holder.purged(x, kept, stand_ins).kernel)
