@@ -128,7 +128,8 @@ def _blocks(
     """`K(rows, cols)`, flat, each device filling its own rows in memory-bounded tiles."""
 
     def fill(device: Device, index: slice, report: bool | ProgressFn) -> Array:
-        block = _on(source, device).block(rows[index], cols, report)
+        here, there = jnp.asarray(rows[index]), jnp.asarray(cols)
+        block = _on(source, device).block(here, there, report)
         return flatten_block(block) if block.ndim == 4 else block
 
     parts = on_each_device(fill, layout, progress)
