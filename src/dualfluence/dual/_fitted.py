@@ -272,7 +272,7 @@ class Fitted(TrainedModel):
             outcome = take_one_step(machine, problem, start, rtol)
         else:
             outcome = train(machine, problem, start, s.goal, rtol=rtol, progress=s.progress)
-        # Who names a distance wants that distance; who names nothing, what the dtype can give.
+        # A distance that was asked for must be reached; without one, the limit of the dtype will do.
         reached = outcome.ending == "met" or (s.goal.distance is None and outcome.near_floor)
         converged = outcome.solved if s.goal.counts_steps else reached
         stats = outcome.stats(

@@ -137,8 +137,8 @@ def train(
 
     Every step lowers the objective, which is convex, so that the run converges from anywhere. The
     gradient norm need not fall on the way and is only consulted where the objective's decrease has
-    gone below its rounding. Early linear solves are loose, later ones reach `rtol`; who counts steps
-    gets each of them solved to `rtol`.
+    gone below its rounding. Early linear solves are loose, later ones reach `rtol`. A run
+    of a given number of steps solves each of them to `rtol`.
 
     The certificate that is returned comes from a product `Kα` of its own, not from the running sum
     of steps: where that sum had drifted and the goal is missed after all, the run goes on.
