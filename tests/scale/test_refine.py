@@ -70,7 +70,7 @@ def test_refine_needs_entries():
 def test_cheaper_products_are_measured():
     K, y = problem()
     fitted = dfl.fit(
-        K,
+        K.reshape(len(y), 3, len(y), 3),
         None,
         y,
         loss=dfl.SoftmaxCrossEntropy(),

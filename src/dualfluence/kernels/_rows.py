@@ -40,7 +40,7 @@ _ENTRY_BY_ENTRY = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex
 conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
 igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-optimization_barrier or pow real reduce_precision rem round rsqrt select_n shift_left
+one_minus_square optimization_barrier or pow real reduce_precision rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
 """
 ELEMENTWISE = frozenset(_ENTRY_BY_ENTRY.split())
@@ -62,7 +62,11 @@ def follow(program: Program, states: Sequence[State], n: int) -> list[State]:
         ins = [env[s] for s in op.ins]
         shapes = [program.shape(s) for s in op.ins]
         outs = [program.shape(s) for s in op.outs]
-        env.update(zip(op.outs, _step(op, ins, shapes, outs, n), strict=True))
+        try:
+            found = _step(op, ins, shapes, outs, n)
+        except (KeyError, AttributeError) as error:  # another release of JAX spells it otherwise
+            raise Mixed(f"{op.name} without {error}") from error
+        env.update(zip(op.outs, found, strict=True))
     return [env[s] for s in program.outputs]
 
 
@@ -75,7 +79,7 @@ def _step(
     op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
 ) -> list[State]:
     if op.name in CONTROL:
-        return CONTROL[op.name](op, ins, n)
+        return CONTROL[op.name](op, ins, shapes, outs, n)
     free = not any(isinstance(s, Points) for s in ins)
     if free:
         return [Free(_same(op, ins, shapes, out)) for out in outs]
@@ -339,35 +343,55 @@ def _shift(state: State, by: int) -> State:
     return state._replace(axis=state.axis + by)
 
 
-def _scan(op: Op, ins: Sequence[State], n: int) -> list[State]:
-    fixed, carry = op.params["num_consts"], op.params["num_carry"]
+def _scan(
+    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[State]:
+    fixed, carry = _scan_groups(op, shapes, outs)
     rows = [_shift(s, -1) for s in ins[fixed + carry :]]
     start = list(ins[fixed : fixed + carry])
-    outs = _loop(op.params["jaxpr"], ins[:fixed], start, n, rows)
-    return [*outs[:carry], *(_shift(s, 1) for s in outs[carry:])]
+    ends = _loop(op.params["jaxpr"], ins[:fixed], start, n, rows)
+    return [*ends[:carry], *(_shift(s, 1) for s in ends[carry:])]
 
 
-def _while(op: Op, ins: Sequence[State], n: int) -> list[State]:
+def _scan_groups(op: Op, shapes: Sequence[Shape], outs: Sequence[Shape]) -> tuple[int, int]:
+    """How many operands of a scan are fixed, and how many it carries.
+
+    Newer releases of JAX do not say. What is scanned over has one axis more outside than inside.
+    """
+    if "num_consts" in op.params:
+        return op.params["num_consts"], op.params["num_carry"]
+    inner = op.params["jaxpr"]
+    carry = sum(len(v.shape) == len(s) for v, s in zip(inner.out_avals, outs, strict=True))
+    held = sum(len(v.shape) == len(s) for v, s in zip(inner.in_avals, shapes, strict=True))
+    return held - carry, carry
+
+
+def _while(
+    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[State]:
     first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
     carry = list(ins[first + second :])
-    outs = _loop(op.params["body_jaxpr"], ins[first : first + second], carry, n, ())
-    (going,) = follow(as_program(op.params["cond_jaxpr"]), [*ins[:first], *outs], n)
+    ends = _loop(op.params["body_jaxpr"], ins[first : first + second], carry, n, ())
+    (going,) = follow(as_program(op.params["cond_jaxpr"]), [*ins[:first], *ends], n)
     if isinstance(going, Points):
         raise Mixed("a loop whose length depends on points")
-    return outs
+    return ends
 
 
-def _cond(op: Op, ins: Sequence[State], n: int) -> list[State]:
+def _cond(
+    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[State]:
     if isinstance(ins[0], Points):
         raise Mixed("a branch that depends on points")
     branches = [follow(as_program(body), ins[1:], n) for body in op.params["branches"]]
-    outs = branches[0]
+    ends = branches[0]
     for other in branches[1:]:
-        outs = [_join(a, b) for a, b in zip(outs, other, strict=True)]
-    return outs
+        ends = [_join(a, b) for a, b in zip(ends, other, strict=True)]
+    return ends
 
 
-CONTROL: dict[str, Callable[[Op, Sequence[State], int], list[State]]] = {
+Control = Callable[[Op, Sequence[State], Sequence[Shape], Sequence[Shape], int], list[State]]
+CONTROL: dict[str, Control] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
