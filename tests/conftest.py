@@ -30,6 +30,13 @@ install_import_hook("dualfluence", "beartype.beartype")
 
 ON_THE_HOST = (
     "apps/",
+    "attribution/test_commands.py",
+    "fuzz/",
+    "fuzz_input/",
+    "support/",
+    "test_bad_input.py",
+    "test_house.py",
+    "test_io.py",
     "store/",
     "scale/test_placement.py",
     "test_cli.py",
