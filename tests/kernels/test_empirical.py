@@ -226,3 +226,11 @@ def test_deep_networks_sum_more_products_than_are_held_at_once():
     up, down = ([w + s * d for w, d in zip(params, step, strict=True)] for s in (1, -1))
     rise = jacobian_kernel(apply, up, x).sum() - jacobian_kernel(apply, down, x).sum()
     np.testing.assert_allclose(slope[1, 2], rise / 2e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("tile_bytes", [None, 40_000])
+def test_a_flat_kernel_has_the_same_entries(tile_bytes):
+    apply_fn, params, x = NETWORKS["mlp"]()
+    whole = empirical_kernel(apply_fn, params, x, tile_bytes=tile_bytes).value
+    flat = empirical_kernel(apply_fn, params, x, tile_bytes=tile_bytes, flat=True).value
+    np.testing.assert_array_equal(flat, np.asarray(whole).reshape(flat.shape))

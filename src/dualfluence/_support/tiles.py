@@ -42,6 +42,7 @@ def fill_kernel(
     tail: tuple[int, ...],
     dtype: Any,
     tile: tuple[int, int],
+    flat: bool = False,
     out: Literal["device", "host"] = "device",
     label: str = "kernel tiles",
     progress: bool | ProgressFn = True,
@@ -55,6 +56,7 @@ def fill_kernel(
       only tiles on and above the diagonal are computed, the rest are their transposes.
     - `tail`: output axes per point, `()` or `(c,)`.
     - `tile`: rows and columns of one tile; must be equal when `x2` is `None`.
+    - `flat`: fill a matrix of `(n1·c, n2·c)` instead: reshaped afterwards, a kernel is held twice.
     - `out`: `"device"` fills a preallocated array by donated updates, `"host"` a NumPy array.
 
     **Returns:** the kernel, a `jax.Array` or, for `out="host"`, a NumPy array.
@@ -64,10 +66,11 @@ def fill_kernel(
         raise ValueError(f"fill_kernel: a symmetric kernel needs square tiles, got {tile}.")
     right = x1 if x2 is None else x2
     n1, n2 = x1.shape[0], right.shape[0]
-    half = 1 + len(tail)
-    shape = (n1, *tail, n2, *tail)
+    each = int(np.prod(tail)) if flat else 1
+    half = 1 if flat else 1 + len(tail)
+    shape = (n1 * each, n2 * each) if flat else (n1, *tail, n2, *tail)
     if out == "device" and tile[0] >= n1 and tile[1] >= n2:
-        return _only_tile(block, x1, right, label, progress)
+        return _only_tile(block, x1, right, label, progress).reshape(shape)
     result: Any = np.empty(shape, dtype) if out == "host" else jnp.empty(shape, dtype)
     starts = [
         (i, j)
@@ -84,15 +87,18 @@ def fill_kernel(
         for i, j in starts:
             value = block(pad_rows(x1, i, tile[0]), pad_rows(right, j, tile[1]))
             value = jax.lax.slice_in_dim(value, 0, min(tile[0], n1 - i), axis=0)
-            value = jax.lax.slice_in_dim(value, 0, min(tile[1], n2 - j), axis=half)
+            value = jax.lax.slice_in_dim(value, 0, min(tile[1], n2 - j), axis=1 + len(tail))
+            if flat:
+                value = value.reshape(value.shape[0] * each, -1)
             mirrored = symmetric and i != j
+            row, col = i * each, j * each
             if out == "device":
-                result = _put(result, value, jnp.asarray(i), jnp.asarray(j), mirrored=mirrored)
+                result = _put(result, value, jnp.asarray(row), jnp.asarray(col), mirrored=mirrored)
             else:
                 entries = np.asarray(value)
-                put_on_host(entries, i, j)
+                put_on_host(entries, row, col)
                 if mirrored:
-                    put_on_host(entries.transpose(*range(half, 2 * half), *range(half)), j, i)
+                    put_on_host(entries.transpose(*range(half, 2 * half), *range(half)), col, row)
             # Waiting keeps one tile in flight, which is what the byte budget promises.
             jax.block_until_ready(result)
             ticker.tick()

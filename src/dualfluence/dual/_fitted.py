@@ -274,7 +274,8 @@ class Fitted(TrainedModel):
             outcome = train(machine, problem, start, s.goal, rtol=rtol, progress=s.progress)
         # A distance that was asked for must be reached; without one, the limit of the dtype will do.
         reached = outcome.ending == "met" or (s.goal.distance is None and outcome.near_floor)
-        converged = outcome.solved if s.goal.counts_steps else reached
+        at_end = outcome.solved or outcome.near_floor
+        converged = at_end if s.goal.counts_steps else reached
         stats = outcome.stats(
             converged,
             clock.stop(outcome.point),

@@ -25,6 +25,10 @@ OUTPUT_LIMIT = 1e-3
 to learn and `‖θ − θ₀‖` is rounding itself."""
 
 
+UNDERFLOW = 1e-100
+"""Nor where the distance itself is next to underflow."""
+
+
 class NotConverged(RuntimeError):
     """A solve or a fit did not reach its tolerance. The message says how far it came."""
 
@@ -93,7 +97,9 @@ class Outcome(NamedTuple):
     @property
     def near_floor(self) -> bool:
         """Whether rounding ended the run at an answer that is still of use."""
-        small = self.certificate.relative_bound <= FLOOR_LIMIT or self.output_share <= OUTPUT_LIMIT
+        cert = self.certificate
+        small = cert.relative_bound <= FLOOR_LIMIT or self.output_share <= OUTPUT_LIMIT
+        small = small or cert.distance_bound <= UNDERFLOW
         return self.ending in ("floor", "stalled") and small
 
     def notes(self, dtype: Any) -> tuple[str, ...]:

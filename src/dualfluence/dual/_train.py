@@ -109,6 +109,9 @@ def take_one_step(machine: Machine, problem: Problem, state: State, rtol: float)
     report = StepReport.unpack(packed)
     check_report(report, dtype, m.what)
     cert = report.certificate(m.ridge)
+    if not report.converged and report.residual > UNSOLVED and not cert.at_floor:
+        # The system is beyond the dtype: a damped step is what can be had, and its note says so.
+        return train(m, problem, state, Goal(None, None, 1), rtol=rtol, progress=False)
     return Outcome(
         point=point,
         certificate=cert,

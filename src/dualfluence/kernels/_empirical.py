@@ -37,6 +37,7 @@ def empirical_kernel(
     method: Method = "auto",
     tile_bytes: int | None = None,
     precision: Any = HIGHEST,
+    flat: bool = False,
     out: Literal["device", "host"] = "device",
     progress: bool | ProgressFn = True,
 ) -> EmpiricalKernel:
@@ -65,13 +66,14 @@ def empirical_kernel(
       are any; `"jacobian"`, never.
     - `tile_bytes`: working memory; by default 256 MiB, on an accelerator up to an eighth of the kernel.
     - `precision`: of matrix products; `HIGHEST` is true float32 on every device.
+    - `flat`: return `(n1·c, n2·c)`, rows point by point, without ever holding the kernel twice.
     - `out`: `"device"` or `"host"` (a NumPy array, for kernels larger than device memory).
     - `progress`: `True`, `False`, or a function called as `progress(done, total, label)`.
 
     **Returns:** `EmpiricalKernel` with `value`, shape `(n1, c, n2, c)`, and `report`.
     """
     options = {"trainable": trainable, "method": method, "precision": precision}
-    run = {"tile_bytes": tile_bytes, "out": out, "progress": progress}
+    run = {"tile_bytes": tile_bytes, "flat": flat, "out": out, "progress": progress}
     return _kernel(apply_fn, params, x1, x2, options, run, traced=False)
 
 
@@ -161,6 +163,7 @@ def _kernel(
         tail=() if traced else (prepared.recipe.num_outputs,),
         dtype=prepared.recipe.dtype,
         tile=tiles.shape,
+        flat=run.get("flat", False),
         out=run["out"],
         progress=run["progress"],
     )

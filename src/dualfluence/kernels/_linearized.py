@@ -131,8 +131,11 @@ class Linearized(eqx.Module):
         *,
         progress: bool | ProgressFn = True,
         **options: Any,
-    ) -> Float[Array, "n1 c n2 c"]:
-        """`J(x1) J(x2)ᵀ`, in tiles; `x2=None` computes half of the symmetric kernel."""
+    ) -> Float[Array, "..."]:
+        """`J(x1) J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
+
+        `options` are those of `kernels.empirical_kernel`, e.g. `flat=True` for `(n1·c, n2·c)`.
+        """
         mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
         apply_fn = self.bound(x1).apply_fn
         with jax.default_matmul_precision(PRECISION):

@@ -13,6 +13,10 @@ from .._support.options import check_function
 from ._base import AbstractLoss
 from ._factors import BlockFactor
 
+FUNCTION_UNITS = 16.0
+"""Units in the last place that an elementary function of the user's loss may be off by: compilers
+approximate `tanh` and its like. Doubled, certificates near their floor double."""
+
 
 class Convex(AbstractLoss):
     """`fn(f, y)` for one point: outputs of shape `(c,)` and that point's target to a scalar.
@@ -57,8 +61,8 @@ class Convex(AbstractLoss):
         # What `fn` adds up is unknown. The gradient changed from its value at zero outputs to the
         # present one, so terms of either size may have cancelled.
         eps = jnp.finfo(outputs.dtype).eps
-        terms = jnp.abs(self.grad(outputs, targets))
-        terms = terms + jnp.abs(self.grad(jnp.zeros_like(outputs), targets))
+        terms = FUNCTION_UNITS * jnp.abs(self.grad(outputs, targets))
+        terms = terms + FUNCTION_UNITS * jnp.abs(self.grad(jnp.zeros_like(outputs), targets))
         hess = jnp.abs(jax.vmap(jax.hessian(self.fn))(outputs, targets))
         carried = noise + eps * jnp.abs(outputs)
         return eps * terms + jnp.einsum("nij,nj->ni", hess, carried, precision="highest")

@@ -180,7 +180,7 @@ class NetworkSource(AbstractSource):
     ) -> AbstractKernelOperator:
         if form == "matrix-free":
             return MatrixFreeOperator(self.model, x, num_outputs)
-        kernel = flatten_block(self.model.kernel(x, progress=progress))
+        kernel = self.model.kernel(x, progress=progress, flat=True)
         return DenseOperator(kernel, num_outputs)
 
     def cross_mv(

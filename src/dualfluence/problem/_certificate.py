@@ -115,6 +115,8 @@ def measure_norms(
     # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
     # the root.
     own = ROUNDING_FACTOR * problem.eps * reach(root, rho) ** 2
+    # So does its underflow.
+    own = own + jnp.where((rho != 0).any(), _tiny(own), 0)
     more = own / jnp.maximum(jnp.sqrt(square + own) + jnp.sqrt(square), _tiny(own))
     return Norms(
         gradient=jnp.sqrt(square),

@@ -55,7 +55,7 @@ class LinearSystem(eqx.Module):
         """
         terms = jnp.linalg.norm(self.b) + self.ridge * jnp.linalg.norm(value)
         terms = terms + jnp.linalg.norm(self.factor.hess_mv(k_value))
-        limit = jnp.sqrt(jnp.finfo(self.b.dtype).eps) * terms
+        limit = jnp.cbrt(jnp.finfo(self.b.dtype).eps) * terms
         return jnp.linalg.norm(self.defect(value, k_value)) <= limit
 
 

@@ -16,6 +16,10 @@ CANCELLATION = 16.0
 """Terms of a solution that are so many times larger than itself cost a product `K·solution` of its own.
 Doubled, the sum of products loses one bit more before that."""
 
+PRODUCT_CANCELLATION = {64: 1e2, 32: 1e4}
+"""The same where only the products cancel, by bits. Their error stays in the outputs of the training points:
+a tenfold value would cost these one digit more. In float32 a request is to be quick."""
+
 
 class CGResult(eqx.Module):
     """`x` with `Ax ≈ b`; `extra` is the sum of the operator's side products along the way."""
@@ -116,11 +120,15 @@ class CG(AbstractDualSolver):
         terms = (jnp.abs(b) + jnp.abs(r_z)) / ridge
         # Where the terms cancel, value keeps the error of that and the summed product another: the
         # two would be of different models. A product of its own is then worth its price.
+        summed = (system.k_b - result.extra) / ridge
         cancelled = jnp.linalg.norm(terms) > CANCELLATION * jnp.linalg.norm(value)
+        limit = PRODUCT_CANCELLATION[64 if jnp.finfo(b.dtype).bits == 64 else 32]
+        lost = jnp.linalg.norm(system.k_b) > limit * ridge * jnp.linalg.norm(summed)
+        cancelled = cancelled | lost
         k_value, reach = jax.lax.cond(
             cancelled,
             lambda: (op.mv(value), jnp.abs(value)),
-            lambda: ((system.k_b - result.extra) / ridge, terms),
+            lambda: (summed, terms),
         )
         return Solution(
             value=value,
