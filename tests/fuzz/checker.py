@@ -28,8 +28,10 @@ from dualfluence.apps import paper
 MARGIN = 16.0
 RELATIVE = 1e-2
 CONVERGED = 0.5
-OUTPUTS, UNDERFLOW = 1e-3, 1e-100
 """A fit that calls itself converged has a `relative_bound` of at most this."""
+
+OUTPUTS, UNDERFLOW = 1e-3, 1e-100
+"""Or outputs certified to this share of the largest, or a distance next to underflow."""
 
 RANGE = {"float64": 1e150, "float32": 1e18}
 READOUT = 1e4
