@@ -44,6 +44,7 @@ from ..models._checks import check_network, check_params
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._hessian import linearised_product, make_rows, network_product
+from ._step import step_with
 from ._update import PRECISION, PrimalUpdate, moved_params, tangent_model
 
 RESIDUAL_SLACK = 2.0
@@ -68,6 +69,7 @@ def influence(
     max_steps: int = 500,
     batch_size: int | None = None,
     on_failure: OnFailure = "raise",
+    solver: Any = None,
 ) -> PrimalUpdate:
     r"""Estimate the parameters after an edit of the training set, in parameter space.
 
@@ -95,6 +97,8 @@ def influence(
       float32 no solve reaches 1e-8: loosen it, or follow the paper with `on_failure="report"`.
     - `batch_size`: points per Hessian-vector product; the model's by default.
     - `on_failure`: `"report"` returns what a solve that did not converge has, marked in `stats`.
+    - `solver`: of this room, e.g. `EKFAC()` or `LiSSA(damping=1e-3)`, which bring options of their
+      own; by default conjugate gradients by `rtol` and `max_steps`.
 
     **Returns:** `PrimalUpdate`.
     """
@@ -114,6 +118,10 @@ def influence(
     edited = apply_edits(edits, data, loss, num_outputs)
     pull, ridge_pull, rule = _right_hand_side(edits, data, edited)
     sized = _with_batches(model, edited.x, batch_size)
+    if solver is not None:
+        options: dict[str, Any] = {"loss": loss, "linearised": linearised, "clock": clock}
+        options |= {"ridge": check_ridge(ridge), "on_failure": on_failure}
+        return step_with(solver, sized, theta, edited, (pull, ridge_pull, rule), **options)
     dtype = model.dtype
     result, residual, delta, curvature = _solve(
         sized,

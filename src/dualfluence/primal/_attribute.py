@@ -1,0 +1,165 @@
+r"""Scores of all training points in parameter space, by any of the solvers.
+
+$$S_{qi} = w_i\,\nabla m_q^\top (C + \delta I)^{-1}\,\nabla\ell_i ,$$
+
+the first-order effect on the measured quantity `m_q` of leaving `i` out: positive where it rises.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._support.checks import check_finite, check_queries, check_ridge
+from .._support.compile import filter_jit
+from ..dual._attribution import Attribution
+from ..dual._quantity import Quantity, as_quantity
+from ..dual._readout import outputs_at
+from ..dual._record import OnFailure
+from ..kernels._linearized import Linearized
+from ..losses import AbstractLoss
+from ._curvature import Curvature, make_curvature
+from ._gradients import gradient_products, point_gradients, rows_at_once
+from ._influence import _check_params, _training_set, _with_batches
+from ._solvers import (
+    CG,
+    AbstractInverse,
+    AbstractPrimalSolver,
+    check_primal_solver,
+    check_solved,
+)
+
+
+def attribute(
+    model: Linearized,
+    params: PyTree,
+    x: Any,
+    y: Any,
+    xq: Any,
+    yq: Any = None,
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    solver: AbstractPrimalSolver | None = None,
+    of: str | Callable[[Array, Array], Array] = "loss",
+    weights: Any = None,
+    linearised: bool = True,
+    batch_size: int | None = None,
+    self_influence: bool = False,
+    on_failure: OnFailure = "raise",
+) -> Attribution:
+    r"""Score every training point for every query by an influence function in parameter space.
+
+    One solve per query, then one gradient per training point. Exact solvers give the first-order
+    effect that `Fitted.attribute` gives without a system of the size of the model; the others are the
+    approximations of the literature.
+
+    **Arguments:**
+
+    - `model`, `params`, `x`, `y`, `weights`, `loss`, `ridge`, `linearised`: as for `influence`.
+    - `xq`, `yq`: queries and their targets.
+    - `solver`: `CG()`, `LiSSA()`, `Arnoldi()`, `Nystrom()`, `KFAC()` or `EKFAC()`; `CG()` if not given.
+    - `of`: what is measured at the queries, as in `Fitted.attribute`.
+    - `batch_size`: points per product with the curvature; changes nothing but memory and rounding.
+    - `self_influence`: also the effect of each point on itself, for one more solve per point.
+    - `on_failure`: `"report"` returns what a solve that did not converge has, with a note.
+
+    **Returns:** `Attribution`; `stats` holds the solver, its residual and the numbers it reports.
+    """
+    start = time.perf_counter()
+    solver = check_primal_solver("attribute", CG() if solver is None else solver)
+    model = model.bound(x)
+    theta = _check_params(model, params)
+    data = _training_set(model, x, y, weights, loss)
+    queries = check_queries(xq, data.x)
+    c = model.apply_shape(data.x)[1]
+    quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
+    sized = _with_batches(model, data.x, batch_size)
+    w = jnp.asarray(data.weights)
+    lam = jnp.asarray(check_ridge(ridge), model.dtype)
+    curvature, f = make_curvature(sized, theta, data.x, data.targets, w, loss, lam, linearised)
+    check_finite("attribute: outputs at params", f, hint="Did training diverge?")
+    v = _query_directions(sized, theta, queries, quantity, linearised)
+    g = w.astype(f.dtype)[:, None] * loss.grad(f, data.targets)
+    inverse = solver.prepare(curvature)
+    scorer = _Scorer(curvature, inverse, data.x, g, on_failure)
+    values = scorer.scores(queries, v)
+    own = scorer.own(quantity, data.targets, f) if self_influence else None
+    return Attribution(
+        values=values,
+        of=quantity.name,
+        direction=quantity.direction,
+        own=own,
+        notes=(f"first-order effects in parameter space by {solver!r}", *scorer.notes),
+        stats=scorer.stats | {"solver": repr(solver), "seconds": time.perf_counter() - start},
+        x=np.asarray(data.x),
+        y=np.asarray(data.targets),
+        xq=np.asarray(queries),
+        yq=None if yq is None else np.asarray(yq),
+    )
+
+
+class _Scorer:
+    """Solves in chunks of queries, and keeps the worst of what the solves report."""
+
+    def __init__(
+        self,
+        curvature: Curvature,
+        inverse: AbstractInverse,
+        x: Array,
+        g: Float[Array, "n c"],
+        on_failure: OnFailure,
+    ) -> None:
+        self.curvature, self.inverse, self.x, self.g = curvature, inverse, x, g
+        self.on_failure = on_failure
+        self.stats: dict[str, Any] = {"iterations": 0, "residual": 0.0, "converged": True}
+        self.notes: tuple[str, ...] = ()
+
+    def scores(self, xq: Array, v: Float[Array, "q c"]) -> np.ndarray:
+        model, size = self.curvature.model, rows_at_once(self.curvature.model)
+        blocks = []
+        for i in range(0, xq.shape[0], size):
+            b = point_gradients(model, xq[i : i + size], v[i : i + size])
+            value = self._solve(b)
+            blocks.append(np.asarray(gradient_products(model, self.x, self.g, value)))
+        return np.concatenate(blocks)
+
+    def own(self, quantity: Quantity, targets: Array, f: Float[Array, "n c"]) -> np.ndarray:
+        """The diagonal of the scores with the training points as queries."""
+        if quantity.name != "loss":
+            raise ValueError(
+                "attribute: self_influence needs of='loss': the targets of the training points are "
+                f"those of the loss, not of {quantity.name!r}."
+            )
+        model, size = self.curvature.model, rows_at_once(self.curvature.model)
+        v, parts = quantity.grad(f, targets), []
+        for i in range(0, self.x.shape[0], size):
+            rows = slice(i, i + size)
+            value = self._solve(point_gradients(model, self.x[rows], v[rows]))
+            grads = point_gradients(model, self.x[rows], self.g[rows])
+            parts.append(np.asarray(jnp.sum(value * grads, axis=1)))
+        return np.concatenate(parts)
+
+    def _solve(self, b: Float[Array, "k p"]) -> Float[Array, "k p"]:
+        solved = self.inverse.solve(b)
+        check_solved("attribute", solved, self.on_failure)
+        worst = self.stats
+        self.stats = {
+            "iterations": max(worst["iterations"], solved.iterations),
+            "products": solved.products,
+            "residual": max(worst["residual"], solved.residual),
+            "converged": worst["converged"] and solved.converged,
+            **solved.facts,
+        }
+        self.notes = solved.notes
+        return solved.value
+
+
+@filter_jit
+def _query_directions(
+    model: Linearized, params: PyTree, xq: Array, quantity: Quantity, linearised: bool
+) -> Float[Array, "q c"]:
+    return quantity.grad(outputs_at(model, params, xq, linearised), quantity.targets)

@@ -1,0 +1,63 @@
+"""Gradients of single points: as rows, and their products with given vectors."""
+
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float
+
+from .._support.compile import filter_jit
+from .._support.memory import GRADIENT_BYTES
+from ..kernels._linearized import Linearized
+from ..losses import AbstractLoss
+from ._curvature import Curvature
+from ._update import PRECISION
+
+
+def rows_at_once(model: Linearized) -> int:
+    """Gradients of single points that may be held together."""
+    return max(1, GRADIENT_BYTES // (8 * max(model.num_params, 1)))
+
+
+def _gradient(model: Linearized, x: Array, direction: Float[Array, " c"]) -> Float[Array, " p"]:
+    """`J(x)ᵀ u` of one point."""
+    theta, outputs = model._outputs()
+    _, back = jax.vjp(lambda t: outputs(t, x[None])[0], theta)
+    return ravel_pytree(back(direction)[0])[0]
+
+
+@filter_jit
+def point_gradients(
+    model: Linearized, x: Array, directions: Float[Array, "k c"]
+) -> Float[Array, "k p"]:
+    """`J(x_i)ᵀ u_i` for each point."""
+    with jax.default_matmul_precision(PRECISION):
+        return jax.vmap(lambda xi, u: _gradient(model, xi, u))(x, directions)
+
+
+@filter_jit
+def gradient_products(
+    model: Linearized, x: Array, directions: Float[Array, "n c"], v: Float[Array, "k p"]
+) -> Float[Array, "k n"]:
+    """`v_k · J(x_i)ᵀ u_i` for all pairs."""
+    size = min(rows_at_once(model), x.shape[0])
+
+    def one(pair: tuple[Array, Array]) -> Array:
+        return v @ _gradient(model, *pair)
+
+    with jax.default_matmul_precision(PRECISION):
+        return jax.lax.map(one, (x, directions), batch_size=size).T
+
+
+def curvature_roots(
+    loss: AbstractLoss, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
+) -> Float[Array, "n c r"]:
+    """`R_i` as dense blocks: `Σ_r J_iᵀR_i[:, r] (J_iᵀR_i[:, r])ᵀ` adds up to the curvature."""
+    n, c = outputs.shape
+    eye = jnp.broadcast_to(jnp.eye(c, dtype=outputs.dtype), (n, c, c))
+    return loss.hess_factor(outputs, targets, weights).mv(eye)
+
+
+def flat_rows(curvature: Curvature) -> tuple[Array, Array, Float[Array, " n"], Float[Array, "n c"]]:
+    """Points, targets, weights and outputs without batches; padding has weight zero."""
+    rows = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), curvature.rows)
+    return rows.x, rows.targets, rows.weights, rows.outputs

@@ -1,0 +1,161 @@
+"""The one interface of solvers in parameter space, and conjugate gradients."""
+
+import abc
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._support.compile import filter_jit
+from ..dual._record import NotConverged, OnFailure
+from ..solvers._cg import CGResult, conjugate_gradients
+from ._curvature import HESSIANS, Curvature, Hessian, relative_residuals
+from ._lanczos import extreme_eigenvalues
+from ._update import PRECISION
+
+AT_ONCE = 16
+"""Right-hand sides that iterate together. Doubled, twice as many activations are held."""
+
+RESIDUAL_SLACK = 2.0
+"""How far the true residual may lie above `rtol` when the running one is below."""
+
+
+class Solved(NamedTuple):
+    """Answers to several right-hand sides, and how good they are.
+
+    - `value`: `(k, p)`, one answer per row.
+    - `residual`: largest `‖b − (C + δ)x‖/‖b‖` that was measured; of the first row only for
+      approximate inverses, whose residual says how far they are from the true one.
+    - `converged`: whether the solver did what it promises.
+    - `iterations`, `products`: of one right-hand side at most; products with `C`.
+    - `facts`: numbers of the method, such as eigenvalues and captured shares, for JSON.
+    - `notes`: what the answer leaves out, in words.
+    """
+
+    value: Float[Array, "k p"]
+    residual: float
+    converged: bool
+    iterations: int
+    products: int
+    facts: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+class AbstractInverse(eqx.Module):
+    """`(C + δI)⁻¹`, exact or approximate, ready for right-hand sides."""
+
+    @abc.abstractmethod
+    def solve(self, b: Float[Array, "k p"]) -> Solved:
+        """One answer per row of `b`."""
+
+
+class AbstractPrimalSolver(eqx.Module):
+    """How `(C + (λ + damping) I)⁻¹` is applied; `λ` comes from the problem."""
+
+    @abc.abstractmethod
+    def prepare(self, curvature: Curvature) -> AbstractInverse:
+        """What all right-hand sides share: eigenvectors, factors, a step size."""
+
+
+class CG(AbstractPrimalSolver):
+    r"""Conjugate gradients: exact to `rtol`, one product with `C` per iteration and query.
+
+    **Fields:**
+
+    - `damping`: added to the ridge.
+    - `hessian`: `"gauss-newton"`, or `"exact"`, which for a network may be indefinite; the error then
+      names its smallest eigenvalue.
+    - `rtol`, `max_steps`: relative residual to reach, and iterations at most.
+    """
+
+    damping: float = eqx.field(static=True, default=0.0)
+    hessian: Hessian = eqx.field(static=True, default="gauss-newton")
+    rtol: float = eqx.field(static=True, default=1e-8)
+    max_steps: int = eqx.field(static=True, default=1000)
+
+    def __check_init__(self) -> None:
+        check_options("CG", self.damping, self.hessian, max_steps=self.max_steps)
+        if not 0 < self.rtol < 1:
+            raise ValueError(f"CG: rtol must lie between 0 and 1, got {self.rtol}.")
+
+    def prepare(self, curvature: Curvature) -> AbstractInverse:
+        return _CGInverse(curvature, self)
+
+
+class _CGInverse(AbstractInverse):
+    curvature: Curvature
+    solver: CG
+
+    def solve(self, b: Float[Array, "k p"]) -> Solved:
+        result, residuals = _iterate(self.curvature, self.solver, b)
+        residual, steps = float(residuals.max()), int(result.iterations.max())
+        notes: tuple[str, ...] = ()
+        facts: dict[str, Any] = {}
+        if bool(result.indefinite.any()):
+            low, high = extreme_eigenvalues(self.curvature, self.solver.hessian)
+            facts = {"smallest_eigenvalue": low, "largest_eigenvalue": high}
+            shift = float(self.curvature.shift(self.solver.damping))
+            notes = (
+                f"indefinite: the smallest eigenvalue of the Hessian is {low:.3g}, and ridge plus "
+                f"damping of {shift:.3g} does not lift it above zero",
+            )
+        done = bool(result.converged.all()) and residual <= RESIDUAL_SLACK * self.solver.rtol
+        return Solved(result.x, residual, done and not notes, steps, steps + 1, facts, notes)
+
+
+@filter_jit
+def _iterate(
+    curvature: Curvature, solver: CG, b: Float[Array, "k p"]
+) -> tuple[CGResult, Float[Array, " k"]]:
+    shift = curvature.shift(solver.damping)
+
+    def mv(v: Array) -> tuple[Array, Array]:
+        return curvature.product(v, solver.hessian) + shift * v, jnp.zeros((), v.dtype)
+
+    def one(row: Array) -> CGResult:
+        return conjugate_gradients(mv, row, rtol=solver.rtol, max_steps=solver.max_steps)
+
+    with jax.default_matmul_precision(PRECISION):
+        result = jax.lax.map(one, b, batch_size=min(AT_ONCE, b.shape[0]))
+    return result, relative_residuals(curvature, shift, result.x, b, solver.hessian)
+
+
+def check_options(name: str, damping: float, hessian: str, **counts: int | None) -> None:
+    """Raise on options that no solver can work with."""
+    if not (np.isfinite(damping) and damping >= 0):
+        raise ValueError(f"{name}: damping must be a finite number, at least 0, got {damping}.")
+    if hessian not in HESSIANS:
+        raise ValueError(
+            f"{name}: hessian must be {' or '.join(map(repr, HESSIANS))}, got {hessian!r}."
+        )
+    for what, value in counts.items():
+        if value is not None and (value != int(value) or value < 1):
+            raise ValueError(f"{name}: {what} must be a whole number, at least 1, got {value}.")
+
+
+def check_primal_solver(what: str, solver: Any) -> AbstractPrimalSolver:
+    """The solver, or an error that lists what there is."""
+    if not isinstance(solver, AbstractPrimalSolver):
+        raise TypeError(
+            f"{what}: solver must be one of dualfluence.primal's, such as CG(), LiSSA(), Arnoldi(), "
+            f"Nystrom(), KFAC() or EKFAC(), got {solver!r}."
+        )
+    return solver
+
+
+def check_solved(what: str, solved: Solved, on_failure: OnFailure) -> None:
+    """Raise on answers that are not finite, and on those that missed their tolerance."""
+    if not bool(jnp.isfinite(solved.value).all()):
+        raise FloatingPointError(
+            f"{what}: the solve is not finite (relative residual {solved.residual:.3g}). Check the "
+            "outputs at params, or try float64."
+        )
+    if not solved.converged and on_failure != "report":
+        why = "; ".join(solved.notes) or "try float64, more damping, a looser rtol or more max_steps"
+        raise NotConverged(
+            f"{what}: stopped after {solved.iterations} iterations at a relative residual of "
+            f"{solved.residual:.3g}: {why}. on_failure='report' returns the answer as it is."
+        )
