@@ -4,9 +4,11 @@ import jax
 import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import cases
-from dualfluence.attribution import gradient_dot, trak
+import dualfluence as dfl
+from dualfluence.attribution import TRAK, GradCos, GradDot, TracIn, evaluate, gradient_dot, trak
 
 N, Q, C, D = 8, 3, 3, 4
 
@@ -54,3 +56,92 @@ def test_trak_averages_over_models_before_it_multiplies():
         missing = missing + short
     got = trak(cases.mlp, models, x, y, xq, yq, damping=0.1)
     np.testing.assert_allclose(got, total * missing / 4, rtol=1e-7, atol=1e-10)
+
+
+def test_gradient_cosine_is_the_cosine():
+    (x, y, xq, yq), (params, _) = _case()
+    a, b = _terms(params, xq, yq)[1], _terms(params, x, y)[1]
+    want = (a @ b.T) / np.linalg.norm(a, axis=1)[:, None] / np.linalg.norm(b, axis=1)
+    got = GradCos(cases.mlp, params).attribute(x, y, xq, yq)
+    np.testing.assert_allclose(got.values, want, rtol=1e-9, atol=1e-12)
+    assert got.unit is None
+
+
+def test_tracin_adds_up_checkpoints_by_their_rates():
+    (x, y, xq, yq), models = _case()
+    want = 0.0
+    for rate, params in zip((0.1, 0.02), models, strict=True):
+        want = want + rate * _terms(params, xq, yq)[1] @ _terms(params, x, y)[1].T / N
+    got = TracIn(cases.mlp, models, (0.1, 0.02)).attribute(x, y, xq, yq)
+    np.testing.assert_allclose(got.values, want, rtol=1e-9, atol=1e-12)
+    same = TracIn(cases.mlp, models[:1]).attribute(x, y, xq, yq).values
+    dot = GradDot(cases.mlp, models[0]).attribute(x, y, xq, yq).values
+    np.testing.assert_array_equal(same, dot)
+
+
+def test_projected_trak_is_its_formula_and_tends_to_the_exact_kernel():
+    (x, y, xq, yq), models = _case()
+    exact = TRAK(cases.mlp, models, damping=0.1).attribute(x, y, xq, yq).values
+    np.testing.assert_array_equal(exact, trak(cases.mlp, models, x, y, xq, yq, damping=0.1))
+    off = []
+    for k in (30, 30_000):
+        got = TRAK(cases.mlp, models, k, damping=0.1).attribute(x, y, xq, yq).values
+        off.append(cases.relative(got, exact))
+    # Entries of the kernel are off by 1/√k of their size, 0.6 %; the solve at this damping
+    # makes that ten times as much at most.
+    assert off[1] < 0.06 < off[0]
+
+
+def test_one_sign_for_all_of_them():
+    """The query itself, duplicated into the training set, must help it by every score."""
+    (x, y, _, _), models = _case()
+    xq, yq = x[:2], y[:2]
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "linearised": False}
+    model = dfl.linearize(cases.mlp, models[0])
+    found = [
+        GradDot(cases.mlp, models[0]).attribute(x, y, xq, yq),
+        GradCos(cases.mlp, models[0]).attribute(x, y, xq, yq),
+        TracIn(cases.mlp, models).attribute(x, y, xq, yq),
+        TRAK(cases.mlp, models).attribute(x, y, xq, yq),
+        dfl.primal.attribute(model, models[0], x, y, xq, yq, **options),
+        dfl.primal.attribute(model, models[0], x, y, xq, yq, solver=dfl.primal.EKFAC(), **options),
+    ]
+    masks = evaluate.random_masks(N, 5, seed=0)
+    for scores in found:
+        assert scores.values.shape == (2, N)
+        assert scores.values[0, 0] > 0
+        assert scores.values[1, 1] > 0
+        assert scores.direction == 1
+        targets = -(masks @ scores.values.T)  # what these scores predict themselves
+        assert evaluate.lds(scores, masks, targets).value == pytest.approx(1)
+
+
+def test_other_quantities_keep_their_direction():
+    (x, y, xq, yq), (params, _) = _case()
+    loss, margin = (
+        GradDot(cases.mlp, params).attribute(x, y, xq, yq, of=of) for of in ("loss", "margin")
+    )
+    assert margin.direction == -1
+    # The loss falls where the margin rises: same gradients up to a negative factor per query.
+    ratio = loss.values / margin.values
+    np.testing.assert_allclose(ratio, ratio[:, :1] * np.ones(N), rtol=1e-8)
+    assert (ratio < 0).all()
+
+
+def test_rivals_refuse_what_they_cannot_score():
+    (x, y, xq, yq), (params, _) = _case()
+    for make, words in [
+        (lambda: TracIn(cases.mlp, []), "at least one checkpoint"),
+        (lambda: TracIn(cases.mlp, [params], [0.1, 0.2]), "one number or 1, one per checkpoint"),
+        (lambda: TracIn(cases.mlp, [params], -0.1), "must be positive, got -0.1"),
+        (lambda: TRAK(cases.mlp, []), "at least one model"),
+        (lambda: TRAK(cases.mlp, [params], projection=0), "projection must be at least 1"),
+        (lambda: TRAK(cases.mlp, [params], damping=0.0), "damping must be a positive number"),
+        (
+            lambda: TRAK(cases.mlp, [params]).attribute(x, np.eye(C)[y], xq, yq),
+            "y must be class labels",
+        ),
+        (lambda: GradDot(cases.mlp, params).attribute(x, y[:3], xq, yq), "expected 8 rows"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            make()

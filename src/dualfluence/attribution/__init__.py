@@ -6,6 +6,10 @@ from ..dual._attribution import Ranked as Ranked
 from ..dual._attribution import Top as Top
 from ..dual._ridge_path import RidgePath as RidgePath
 from . import evaluate as evaluate
+from ._rivals import TRAK as TRAK
+from ._rivals import GradCos as GradCos
+from ._rivals import GradDot as GradDot
+from ._rivals import TracIn as TracIn
 from ._rivals import gradient_dot as gradient_dot
 from ._rivals import trak as trak
 from ._trajectory import KAPPA as KAPPA

@@ -1,22 +1,211 @@
-"""Known scores for comparison, with exact kernels: gradient dot product, TRAK."""
+r"""Scores of the literature without a system of the size of the model: gradient products and TRAK.
 
-from collections.abc import Sequence
-from typing import Any
+All give the `Attribution` of the rest of the library: positive where leaving the point out raises
+what is measured. Those that solve in parameter space are in `dualfluence.primal`.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._support.checks import check_finite, check_queries, check_rows
 from .._support.compile import jit
-from ..dual._quantity import as_quantity
+from .._support.memory import GRADIENT_BYTES
+from ..dual._attribution import Attribution
+from ..dual._quantity import Quantity, as_quantity
 from ..kernels import empirical_kernel
-from ..kernels._linearized import linearize
+from ..kernels._linearized import Linearized, linearize
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
-from ._checkpoint import _Folded, local_terms
+from ..models._low_rank import RandomFeatureSource
+from ..models._sources import NetworkSource
+from ..primal._gradients import gradient_norms
+from ._checkpoint import Local, _Folded, local_terms
 
 DAMPINGS = (1e-3, 1e-2, 1e-1)
 """Ridges of TRAK that are tried, over the mean diagonal of its kernel."""
+
+Measure = str | Callable[[Array, Array], Array]
+
+
+class _Data(NamedTuple):
+    """Checked arrays of a request at one network."""
+
+    x: Array
+    targets: Array
+    xq: Array
+    quantity: Quantity
+    loss: AbstractLoss
+
+
+@dataclass(frozen=True, eq=False)
+class GradDot:
+    r"""$w_i\,\nabla m_q\cdot\nabla\ell_i$ at one checkpoint: influence with the identity for `H`.
+
+    **Fields:** `apply_fn`, in inference mode; `params`; `trainable`, as in `linearize`.
+    """
+
+    apply_fn: Callable[..., Any]
+    params: PyTree
+    trainable: Any = None
+
+    def attribute(
+        self,
+        x: Any,
+        y: Any,
+        xq: Any,
+        yq: Any = None,
+        *,
+        loss: AbstractLoss | None = None,
+        of: Measure = "loss",
+    ) -> Attribution:
+        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
+        start = time.perf_counter()
+        model = linearize(self.apply_fn, self.params, trainable=self.trainable)
+        data = _check(model, x, y, xq, yq, loss, of)
+        values = _dot(model, data)[0]
+        return _result(values, data, yq, ("gradient dot product",), start)
+
+
+@dataclass(frozen=True, eq=False)
+class GradCos:
+    """The cosine between the two gradients: `GradDot` without their lengths.
+
+    A gradient that is zero has the cosine zero with all others. Fields as for `GradDot`.
+    """
+
+    apply_fn: Callable[..., Any]
+    params: PyTree
+    trainable: Any = None
+
+    def attribute(
+        self,
+        x: Any,
+        y: Any,
+        xq: Any,
+        yq: Any = None,
+        *,
+        loss: AbstractLoss | None = None,
+        of: Measure = "loss",
+    ) -> Attribution:
+        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
+        start = time.perf_counter()
+        model = linearize(self.apply_fn, self.params, trainable=self.trainable)
+        data = _check(model, x, y, xq, yq, loss, of)
+        values, local = _dot(model, data)
+        for axis, points, u in ((0, data.x, local.g), (1, data.xq, local.v)):
+            size = np.expand_dims(np.asarray(gradient_norms(model, points, u)), axis)
+            values = np.where(size > 0, values / np.where(size > 0, size, 1), 0)
+        return _result(values, data, yq, ("gradient cosine",), start)
+
+
+@dataclass(frozen=True, eq=False)
+class TracIn:
+    r"""$\sum_t \eta_t\,w_i\,\nabla m_q(\theta_t)\cdot\nabla\ell_i(\theta_t)$ (Pruthi et al. 2020).
+
+    **Fields:**
+
+    - `apply_fn`, `trainable`: as for `GradDot`.
+    - `checkpoints`: parameter pytrees of one run.
+    - `learning_rate`: `η_t`, one number or one per checkpoint.
+    """
+
+    apply_fn: Callable[..., Any]
+    checkpoints: Sequence[PyTree]
+    learning_rate: Any = 1.0
+    trainable: Any = None
+
+    def __post_init__(self) -> None:
+        if not len(self.checkpoints):
+            raise ValueError("TracIn: give at least one checkpoint.")
+        rates = np.asarray(self.learning_rate, float)
+        if rates.shape not in ((), (len(self.checkpoints),)):
+            raise ValueError(
+                f"TracIn: learning_rate must be one number or {len(self.checkpoints)}, one per "
+                f"checkpoint, got shape {rates.shape}."
+            )
+        if not (np.isfinite(rates).all() and (rates > 0).all()):
+            raise ValueError(f"TracIn: learning rates must be positive, got {self.learning_rate}.")
+
+    def attribute(
+        self,
+        x: Any,
+        y: Any,
+        xq: Any,
+        yq: Any = None,
+        *,
+        loss: AbstractLoss | None = None,
+        of: Measure = "loss",
+    ) -> Attribution:
+        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
+        start = time.perf_counter()
+        rates = np.broadcast_to(np.asarray(self.learning_rate, float), len(self.checkpoints))
+        total: Any = 0.0
+        data = None
+        for rate, params in zip(rates, self.checkpoints, strict=True):
+            model = linearize(self.apply_fn, params, trainable=self.trainable)
+            data = _check(model, x, y, xq, yq, loss, of) if data is None else data
+            total = total + rate * _dot(model, data)[0]
+        assert data is not None
+        note = f"TracIn over {len(self.checkpoints)} checkpoints"
+        return _result(total, data, yq, (note,), start)
+
+
+@dataclass(frozen=True, eq=False)
+class TRAK:
+    r"""$\bar{[\phi_q\Phi^\top(\Phi\Phi^\top+\rho I)^{-1}]}\,\bar{(1-p_i)}$ (Park et al. 2023).
+
+    `φ` is the gradient of the margin; both bars are means over models, taken before the product.
+    Class labels and softmax cross-entropy only.
+
+    **Fields:**
+
+    - `apply_fn`: in inference mode.
+    - `models`: parameters, in the original of models trained on random halves; one is allowed.
+    - `projection`: random directions that gradients are projected on, as in the original; `None`
+      takes the exact kernel instead, which the projected one tends to.
+    - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`. The original has none and relies on
+      `projection < n`.
+    - `seed`: of the projections; model `t` uses `seed + t`.
+    """
+
+    apply_fn: Callable[..., Any]
+    models: Sequence[PyTree]
+    projection: int | None = None
+    damping: float = 1e-2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not len(self.models):
+            raise ValueError("TRAK: give at least one model.")
+        if self.projection is not None and self.projection < 1:
+            raise ValueError(f"TRAK: projection must be at least 1, got {self.projection}.")
+        if not (np.isfinite(self.damping) and self.damping > 0):
+            raise ValueError(f"TRAK: damping must be a positive number, got {self.damping}.")
+
+    def attribute(self, x: Any, y: Any, xq: Any, yq: Any) -> Attribution:
+        """Scores `(q, n)` for the loss of each query; `y`, `yq` are class labels."""
+        start = time.perf_counter()
+        model = linearize(self.apply_fn, self.models[0])
+        data = _check(model, x, y, xq, yq, None, "loss")
+        check_labels(y, yq)
+        total: Any = 0.0
+        missing: Any = 0.0
+        for t, params in enumerate(self.models):
+            (solved,), short = trak_terms(
+                self.apply_fn, params, data.x, y, data.xq, yq,
+                dampings=(self.damping,), projection=self.projection, seed=self.seed + t,
+            )  # fmt: skip
+            total, missing = total + solved, missing + short
+        values = total * missing / len(self.models) ** 2
+        kernel = "exact kernel" if self.projection is None else f"{self.projection} directions"
+        note = f"TRAK, {kernel}, {len(self.models)} model(s), damping {self.damping:g}"
+        return _result(values, data, yq, (note,), start)
 
 
 def gradient_dot(
@@ -29,16 +218,8 @@ def gradient_dot(
     *,
     loss: AbstractLoss | None = None,
 ) -> np.ndarray:
-    """`∇ℓ_q·∇ℓ_i` at one checkpoint, `(q, n)`: TracIn's score there, without a solve."""
-    loss = SoftmaxCrossEntropy() if loss is None else loss
-    model = linearize(apply_fn, params)
-    features, queries = jnp.asarray(x), jnp.asarray(xq)
-    c = model.apply_shape(features[:1])[1]
-    targets = loss.prepare_targets(y, c, model.dtype)
-    quantity = as_quantity("loss", loss, yq, queries.shape[0], c, model.dtype)
-    local = local_terms(model, features, targets, queries, quantity, loss)
-    block = _folded_kernel(apply_fn, params, (queries, local.v), (features, local.g))
-    return np.asarray(block[:, 0, :, 0])
+    """`GradDot` as an array, `(q, n)`."""
+    return GradDot(apply_fn, params).attribute(x, y, xq, yq, loss=loss).values
 
 
 def trak(
@@ -51,22 +232,8 @@ def trak(
     *,
     damping: float = 1e-2,
 ) -> np.ndarray:
-    r"""TRAK (Park et al. 2023) without its random projection, `(q, n)`.
-
-    With `φ` the gradient of the margin, $\phi_q\Phi^\top(\Phi\Phi^\top + \rho I)^{-1}$ and the mean
-    of $1 - p_i$, each averaged over models first, then multiplied. Class labels only. Positive: the
-    point raises the margin, so that leaving it out raises the loss.
-
-    **Arguments:**
-
-    - `models`: parameters, of models trained on random halves in the original.
-    - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`.
-    """
-    total = missing = np.zeros(())
-    for params in models:
-        (solved,), short = trak_terms(apply_fn, params, x, y, xq, yq, dampings=(damping,))
-        total, missing = total + solved, missing + short
-    return total * missing / len(models) ** 2
+    """`TRAK` with its exact kernel as an array, `(q, n)`."""
+    return TRAK(apply_fn, models, damping=damping).attribute(x, y, xq, yq).values
 
 
 def trak_terms(
@@ -78,20 +245,97 @@ def trak_terms(
     yq: Any,
     *,
     dampings: Sequence[float] = DAMPINGS,
+    projection: int | None = None,
+    seed: int = 0,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One model's `φ_qΦᵀ(ΦΦᵀ + ρI)⁻¹` for each damping, `(q, n)`, and its `1 − p_i`, `(n,)`."""
     features, queries = jnp.asarray(x), jnp.asarray(xq)
     u, short = _margin_direction(apply_fn(params, features), jnp.asarray(y))
     u_q, _ = _margin_direction(apply_fn(params, queries), jnp.asarray(yq))
-    K = _folded_kernel(apply_fn, params, (features, u), None)[:, 0, :, 0]
-    K_q = _folded_kernel(apply_fn, params, (queries, u_q), (features, u))[:, 0, :, 0]
-    solved = [np.asarray(_ridge_solve(K, K_q, jnp.asarray(d, K.dtype))) for d in dampings]
-    return solved, np.asarray(short)
+    if projection is None:
+        K = _folded_kernel(apply_fn, params, (features, u), None)[:, 0, :, 0]
+        K_q = _folded_kernel(apply_fn, params, (queries, u_q), (features, u))[:, 0, :, 0]
+        solved = [_ridge_solve(K, K_q, jnp.asarray(d, K.dtype)) for d in dampings]
+    else:
+        model = linearize(apply_fn, params)
+        phi = _projected(model, features, u, projection, seed)
+        phi_q = _projected(model, queries, u_q, projection, seed)
+        solved = [_feature_solve(phi, phi_q, jnp.asarray(d, phi.dtype)) for d in dampings]
+    for d, scores in zip(dampings, solved, strict=True):
+        check_finite(f"TRAK, damping {d:g}", scores, hint="Raise the damping, or use float64.")
+    return [np.asarray(s) for s in solved], np.asarray(short)
 
 
-def _folded_kernel(apply_fn: Any, params: PyTree, a: Any, b: Any) -> Array:
+def check_labels(y: Any, yq: Any) -> None:
+    """Raise unless both are class labels."""
+    for name, labels in (("y", y), ("yq", yq)):
+        array = np.asarray(labels)
+        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(
+                f"TRAK: {name} must be class labels, integers (n,), got {array.dtype} of shape "
+                f"{array.shape}."
+            )
+
+
+def _check(
+    model: Linearized, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss | None, of: Measure
+) -> _Data:
+    loss = SoftmaxCrossEntropy() if loss is None else loss
+    features = jnp.asarray(x)
+    check_finite("x", features)
+    queries = check_queries(xq, features)
+    c = model.apply_shape(features[:1])[1]
+    targets = loss.prepare_targets(y, c, model.dtype)
+    check_rows("y", targets, features.shape[0], "point of x")
+    quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
+    return _Data(features, targets, queries, quantity, loss)
+
+
+def _dot(model: Linearized, data: _Data) -> tuple[np.ndarray, Local]:
+    """`w_i ∇m_q·∇ℓ_i` for all pairs, by two small products per layer instead of gradients."""
+    local = local_terms(model, data.x, data.targets, data.xq, data.quantity, data.loss)
+    mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
+    pairs = (data.xq, local.v), (data.x, local.g)
+    block = _folded_kernel(model.apply_fn, model.params, *pairs, trainable=mask)
+    return np.asarray(block[:, 0, :, 0]), local
+
+
+def _result(
+    values: np.ndarray, data: _Data, yq: Any, notes: tuple[str, ...], start: float
+) -> Attribution:
+    check_finite("attribution", values, hint="Do the parameters hold NaN or inf?")
+    return Attribution(
+        values=values,
+        of=data.quantity.name,
+        direction=data.quantity.direction,
+        unit=None,
+        notes=(*notes, "scores rank and compare training points, and have no unit"),
+        stats={"seconds": time.perf_counter() - start, "method": notes[0]},
+        x=np.asarray(data.x),
+        y=np.asarray(data.targets),
+        xq=np.asarray(data.xq),
+        yq=None if yq is None else np.asarray(yq),
+    )
+
+
+def _folded_kernel(apply_fn: Any, params: PyTree, a: Any, b: Any, trainable: Any = None) -> Array:
     with jax.default_matmul_precision("highest"):
-        return empirical_kernel(_Folded(apply_fn), params, a, b, progress=False).value
+        return empirical_kernel(
+            _Folded(apply_fn), params, a, b, trainable=trainable, progress=False
+        ).value
+
+
+def _projected(
+    model: Linearized, x: Array, u: Float[Array, "n c"], directions: int, seed: int
+) -> Float[Array, "n k"]:
+    """`u_iᵀJ(x_i)P` with `E[PPᵀ] = I`, in pieces of points."""
+    source = RandomFeatureSource(NetworkSource(model), jax.random.key(seed), directions)
+    size = max(1, GRADIENT_BYTES // (8 * u.shape[1] * directions))
+    parts = []
+    for i in range(0, x.shape[0], size):
+        rows = slice(i, i + size)
+        parts.append(jnp.einsum("ncr,nc->nr", source.features(x[rows]), u[rows]))
+    return jnp.concatenate(parts)
 
 
 @jit
@@ -109,3 +353,13 @@ def _ridge_solve(K: Array, K_q: Array, damping: Array) -> Array:
     ridge = damping * jnp.mean(jnp.diagonal(K))
     chol = jax.scipy.linalg.cho_factor(K + ridge * jnp.eye(K.shape[0], dtype=K.dtype), lower=True)
     return jax.scipy.linalg.cho_solve(chol, K_q.T).T
+
+
+@jit
+def _feature_solve(phi: Array, phi_q: Array, damping: Array) -> Array:
+    """`φ_q(ΦᵀΦ + ρI)⁻¹Φᵀ`: the same as with `ΦΦᵀ`, on the side of the directions."""
+    with jax.default_matmul_precision("highest"):
+        ridge = damping * jnp.mean(jnp.sum(phi**2, axis=1))
+        gram = phi.T @ phi + ridge * jnp.eye(phi.shape[1], dtype=phi.dtype)
+        chol = jax.scipy.linalg.cho_factor(gram, lower=True)
+        return jax.scipy.linalg.cho_solve(chol, phi_q.T).T @ phi.T

@@ -27,7 +27,6 @@ from ._influence import _check_params, _training_set, _with_batches
 from ._solvers import (
     CG,
     AbstractInverse,
-    AbstractPrimalSolver,
     check_primal_solver,
     check_solved,
 )
@@ -43,7 +42,7 @@ def attribute(
     *,
     loss: AbstractLoss,
     ridge: float,
-    solver: AbstractPrimalSolver | None = None,
+    solver: Any = None,
     of: str | Callable[[Array, Array], Array] = "loss",
     weights: Any = None,
     linearised: bool = True,

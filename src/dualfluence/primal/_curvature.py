@@ -81,9 +81,7 @@ def make_curvature(
 
 
 @filter_jit
-def products(
-    curvature: Curvature, v: Float[Array, "k p"], hessian: Hessian
-) -> Float[Array, "k p"]:
+def products(curvature: Curvature, v: Float[Array, "k p"], hessian: Hessian) -> Float[Array, "k p"]:
     """`C v` for each row of `v`."""
     with jax.default_matmul_precision(PRECISION):
         return jax.lax.map(lambda row: curvature.product(row, hessian), v)

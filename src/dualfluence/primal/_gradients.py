@@ -61,3 +61,15 @@ def flat_rows(curvature: Curvature) -> tuple[Array, Array, Float[Array, " n"], F
     """Points, targets, weights and outputs without batches; padding has weight zero."""
     rows = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), curvature.rows)
     return rows.x, rows.targets, rows.weights, rows.outputs
+
+
+@filter_jit
+def gradient_norms(
+    model: Linearized, x: Array, directions: Float[Array, "n c"]
+) -> Float[Array, " n"]:
+    """`‖J(x_i)ᵀ u_i‖` of each point."""
+    size = min(rows_at_once(model), x.shape[0])
+    with jax.default_matmul_precision(PRECISION):
+        return jax.lax.map(
+            lambda pair: jnp.linalg.norm(_gradient(model, *pair)), (x, directions), batch_size=size
+        )

@@ -36,12 +36,15 @@ class KFAC(AbstractPrimalSolver):
 
     Parameters without factors get their exact block, or its diagonal where they are many; the
     answer's `facts["blocks"]` names the block of every parameter. Always Gauss-Newton.
+
+    **Fields:** `damping`, added to the ridge; `exact_limit`, the largest leaf with an exact block.
     """
 
     damping: float = eqx.field(static=True, default=0.0)
+    exact_limit: int = eqx.field(static=True, default=EXACT_LIMIT)
 
     def __check_init__(self) -> None:
-        check_options("KFAC", self.damping, "gauss-newton")
+        check_options("KFAC", self.damping, "gauss-newton", exact_limit=self.exact_limit)
 
     def prepare(self, curvature: Curvature) -> AbstractInverse:
         return _prepare(curvature, self, corrected=False)
@@ -51,9 +54,10 @@ class EKFAC(AbstractPrimalSolver):
     """As `KFAC`, with the true second moments in the eigenbasis instead of products of two."""
 
     damping: float = eqx.field(static=True, default=0.0)
+    exact_limit: int = eqx.field(static=True, default=EXACT_LIMIT)
 
     def __check_init__(self) -> None:
-        check_options("EKFAC", self.damping, "gauss-newton")
+        check_options("EKFAC", self.damping, "gauss-newton", exact_limit=self.exact_limit)
 
     def prepare(self, curvature: Curvature) -> AbstractInverse:
         return _prepare(curvature, self, corrected=True)
@@ -92,7 +96,7 @@ class _BlockInverse(AbstractInverse):
         shift = self.curvature.shift(self.solver.damping)
         value = _apply(self, shift, b)
         residuals = relative_residuals(self.curvature, shift, value[:1], b[:1], "gauss-newton")
-        kinds = block_kinds(self.places)
+        kinds = block_kinds(self.places, self.solver.exact_limit)
         largest = max(float(block.values.max()) for block in self.blocks)
         facts: dict[str, Any] = {"blocks": kinds, "largest_eigenvalue": largest}
         loose = [path for path, kind in kinds.items() if kind in ("exact", "diagonal")]
@@ -103,21 +107,21 @@ class _BlockInverse(AbstractInverse):
         return Solved(value, float(residuals.max()), True, 0, 1, facts, notes)
 
 
-def block_kinds(places: Places) -> dict[str, str]:
+def block_kinds(places: Places, exact_limit: int = EXACT_LIMIT) -> dict[str, str]:
     """For every parameter: `kronecker`, `exact`, `diagonal` or `unused`."""
     kinds = {}
     for place in places.places:
         kinds |= {places.paths[k]: "kronecker" for k in place.leaves}
     for k, slot, size in places.whole:
         used = slot in places.reached and size > 0
-        kind = "exact" if size <= EXACT_LIMIT else "diagonal"
+        kind = "exact" if size <= exact_limit else "diagonal"
         kinds[places.paths[k]] = kind if used else "unused"
     return kinds
 
 
 def _prepare(curvature: Curvature, solver: Any, *, corrected: bool) -> _BlockInverse:
     places = find_places(curvature.model, curvature.rows.x[0])
-    blocks = _blocks(curvature, places, corrected)
+    blocks = _blocks(curvature, places, corrected, solver.exact_limit)
     return _BlockInverse(curvature, places, blocks, solver)
 
 
@@ -151,11 +155,11 @@ def _divide(block: Block, v: Array, shift: Array) -> Array:
 
 
 @filter_jit
-def _blocks(curvature: Curvature, places: Places, corrected: bool) -> list[Block]:
+def _blocks(curvature: Curvature, places: Places, corrected: bool, exact_limit: int) -> list[Block]:
     """All blocks: one pass over the points for the factors, a second for corrected eigenvalues."""
     with jax.default_matmul_precision(PRECISION):
         batches = _Batches(curvature, places)
-        lefts, rights, whole = batches.total(_moments)
+        lefts, rights, whole = batches.total(lambda p, *parts: _moments(p, exact_limit, *parts))
         bases = [
             (None if a.ndim == 2 else jnp.linalg.eigh(a)[1], jnp.linalg.eigh(s)[1])
             for a, s in zip(lefts, rights, strict=True)
@@ -231,7 +235,7 @@ def _batch_size(places: Places) -> int:
 
 
 def _moments(
-    places: Places, lefts: Any, rights: Any, whole: Any, shares: Float[Array, " i"]
+    places: Places, exact_limit: int, lefts: Any, rights: Any, whole: Any, shares: Array
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """`A`, `S` and the blocks of leaves without factors, for a batch of points."""
     found_a = []
@@ -244,7 +248,7 @@ def _moments(
             found_a.append(jnp.einsum("ibsm,ibsk,i->bmk", a, a, weight))
     found_s = [jnp.einsum("irbsn,irbsk->bnk", g, g) for g in rights]
     blocks = [
-        jnp.einsum("irp,irq->pq", v, v) if v.shape[2] <= EXACT_LIMIT else jnp.sum(v**2, (0, 1))
+        jnp.einsum("irp,irq->pq", v, v) if v.shape[2] <= exact_limit else jnp.sum(v**2, (0, 1))
         for v in whole
     ]
     return found_a, found_s, blocks
@@ -255,9 +259,9 @@ def _counts(idx: Array, weight: Array, m: int) -> Array:
     inside = jnp.where(idx < 0, m, idx)
     spread = jnp.broadcast_to(weight[:, None, None], idx.shape)
     blocks = [
-        jnp.zeros(m, weight.dtype).at[inside[:, k].reshape(-1)].add(
-            spread[:, k].reshape(-1), mode="drop"
-        )
+        jnp.zeros(m, weight.dtype)
+        .at[inside[:, k].reshape(-1)]
+        .add(spread[:, k].reshape(-1), mode="drop")
         for k in range(idx.shape[1])
     ]
     return jnp.stack(blocks)

@@ -124,9 +124,7 @@ class _LowRank(AbstractInverse):
         shift = self.curvature.shift(self.solver.damping)
         values = jnp.asarray(self.values, b.dtype)
         value, inside = _apply(self.basis, values, shift, self.solver.complement, b)
-        residuals = relative_residuals(
-            self.curvature, shift, value[:1], b[:1], self.solver.hessian
-        )
+        residuals = relative_residuals(self.curvature, shift, value[:1], b[:1], self.solver.hessian)
         facts = self.facts | {
             "rank": len(self.values),
             "largest_eigenvalue": float(np.max(self.values)),
@@ -138,7 +136,9 @@ class _LowRank(AbstractInverse):
             facts["captured_trace"] = float(self.values.sum()) / trace if trace > 0 else 1.0
         notes = [f"rank {len(self.values)} of {self.basis.shape[1]}"]
         share = facts["captured"]
-        where = "the rest sees the damping alone" if self.solver.complement else "the rest is dropped"
+        where = (
+            "the rest sees the damping alone" if self.solver.complement else "the rest is dropped"
+        )
         notes.append(f"at least {share:.3g} of each right-hand side lies inside, {where}")
         negative = self.values + float(shift) < 0
         if negative.any():

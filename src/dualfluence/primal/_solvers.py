@@ -154,7 +154,9 @@ def check_solved(what: str, solved: Solved, on_failure: OnFailure) -> None:
             "outputs at params, or try float64."
         )
     if not solved.converged and on_failure != "report":
-        why = "; ".join(solved.notes) or "try float64, more damping, a looser rtol or more max_steps"
+        why = (
+            "; ".join(solved.notes) or "try float64, more damping, a looser rtol or more max_steps"
+        )
         raise NotConverged(
             f"{what}: stopped after {solved.iterations} iterations at a relative residual of "
             f"{solved.residual:.3g}: {why}. on_failure='report' returns the answer as it is."

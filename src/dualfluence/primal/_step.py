@@ -35,9 +35,7 @@ def step_with(
     u, ridge_pull, rule = pull
     lam, weights = jnp.asarray(ridge, model.dtype), jnp.asarray(edited.weights)
     targets = jnp.asarray(edited.targets)
-    curvature, f = make_curvature(
-        model, params, edited.x, targets, weights, loss, lam, linearised
-    )
+    curvature, f = make_curvature(model, params, edited.x, targets, weights, loss, lam, linearised)
     directions = jnp.asarray(u).astype(f.dtype)[:, None] * loss.grad(f, targets)
     moved = jax.tree.map(lambda d: ridge_pull * lam * d, moved_params(model, params))
     b = _right_hand_side(curvature, edited.x, directions, moved)

@@ -23,7 +23,7 @@ GIB = 2**30
 MAX_SEED = 2**32 - 1
 """JAX takes seeds of 32 bits in 32-bit mode."""
 
-BENCHMARKS = ("core", "kernels")
+BENCHMARKS = ("core", "kernels", "attribution")
 
 
 @app.command()
@@ -76,11 +76,19 @@ def bench(
     with console.status(f"benchmark {what} …"):
         if what == "core":
             result = benchmarks.bench_core(points=points, repeats=repeats)
+        elif what == "attribution":
+            result = benchmarks.bench_attribution(points=points, repeats=repeats)
         else:
             result = benchmarks.bench_kernels(repeats=repeats, large=large, peer_python=peer_python)
-    console.print_json(json.dumps(result))
+    if what == "attribution":
+        console.print(benchmarks.attribution_table(result))
+    else:
+        console.print_json(json.dumps(result))
     if out is not None:
         write_json(out, result)
+    if out is not None and what == "attribution":
+        benchmarks.plot_attribution(result, out.with_suffix(".svg"))
+    if out is not None:
         console.print(f"written to {out}")
 
 

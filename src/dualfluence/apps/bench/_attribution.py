@@ -1,0 +1,326 @@
+"""Attribution methods on one problem: seconds, memory, and agreement with retraining.
+
+A network trained by full-batch gradient descent from one start: training has no randomness, so that
+retraining without a point is the truth about that point and no method is measured against noise.
+"""
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ... import datasets
+from ...attribution import Trajectory, evaluate
+from ...dual._record import NotConverged
+from ..compare._machine import describe_machine, num_cores
+from ..compare._timing import median_repeat, time_first_and_repeats
+from ._kernels import SAMPLE_SECONDS, _resident, _return_free_memory
+from ._rival_scores import Candidate, Trained, candidates
+
+OURS = "ours, trajectory"
+OURS_LAST = "ours, last checkpoint"
+
+MOMENTUM = 0.9
+
+
+class Problem(NamedTuple):
+    """Data, the run that is scored, and what retraining says.
+
+    - `saved`: `{step: params}` of the run on all points.
+    - `masks`, `targets`: halves, `(s, n)`, and the queries' losses of the models trained on them.
+    - `loo_rows`, `loo`: points left out one by one, and the true changes, `(q, m)`.
+    """
+
+    data: tuple[Array, Array, Array, Array]
+    saved: dict[int, Any]
+    rate: float
+    masks: np.ndarray
+    targets: Float[np.ndarray, "s q"]
+    loo_rows: np.ndarray
+    loo: Float[np.ndarray, "q m"]
+
+
+def bench_attribution(
+    *,
+    points: int = 200,
+    queries: int = 50,
+    hidden: tuple[int, ...] = (32,),
+    side: int = 14,
+    steps: int = 300,
+    rate: float = 0.02,
+    subsets: int = 60,
+    loo_points: int = 100,
+    rank: int = 100,
+    projection: int = 512,
+    repeats: int = 2,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Times, peak memory and agreement of every method; dampings of rivals chosen in their favour.
+
+    Ours has no constant chosen here. Rivals report their best LDS over the dampings that were tried
+    (`settings`); seconds and memory are of that one.
+
+    **Arguments:**
+
+    - `points`, `queries`: rows of MNIST, averaged to `side` by `side` pixels.
+    - `hidden`, `steps`, `rate`: of the network and of gradient descent with momentum 0.9.
+    - `subsets`, `loo_points`: random halves and single points that are retrained without.
+    - `rank`, `projection`: of Arnoldi and Nyström, and of projected TRAK.
+    """
+    problem = _make_problem(points, queries, hidden, side, steps, rate, subsets, loo_points, seed)
+    chosen = []
+    for name, settings in _methods(problem, rank, projection).items():
+        tried = {}
+        for candidate in settings:
+            found = _try(candidate, problem)
+            if found is not None:
+                tried[candidate.setting] = (found, candidate)
+        if not tried:
+            chosen.append({"method": name, "settings": {}, "lds": None, "note": "diverged"})
+            continue
+        best = max(tried, key=lambda setting: tried[setting][0]["lds"])
+        facts, candidate = tried[best]
+        entry = {"method": name, "setting": best, **facts, **_measure(candidate, repeats)}
+        chosen.append(entry | {"settings": {k: v[0]["lds"] for k, v in tried.items()}})
+    return {
+        "benchmark": "attribution",
+        "machine": {**describe_machine(), "cores": num_cores()},
+        "config": {
+            "network": "-".join(map(str, (side * side, *hidden, 10))),
+            "parameters": int(sum(a.size for a in jax.tree.leaves(problem.saved[steps]))),
+            "points": points,
+            "queries": queries,
+            "steps": steps,
+            "rate": rate,
+            "momentum": MOMENTUM,
+            "subsets": subsets,
+            "left_out_one_by_one": len(problem.loo_rows),
+            "rank": rank,
+            "projection": projection,
+            "dtype": "float32",
+            "seed": seed,
+        },
+        "methods": chosen,
+    }
+
+
+def _methods(problem: Problem, rank: int, projection: int) -> dict[str, list[Candidate]]:
+    last = max(problem.saved)
+    checkpoints = list(problem.saved.values())
+    trajectory = partial(Trajectory, _apply, learning_rate=problem.rate, momentum=MOMENTUM)
+    early = [s for s in problem.saved if s <= last / 4]
+    ours = {
+        OURS: trajectory([problem.saved[s] for s in early], early),
+        OURS_LAST: trajectory([problem.saved[last]], [last]),
+    }
+    run = ours[OURS_LAST]
+    trained = Trained(
+        _apply, checkpoints, [problem.rate] * len(checkpoints), (), run.ridge(0), problem.data
+    )
+    found: dict[str, list[Candidate]] = {
+        name: [Candidate(name, "", partial(_ours, t, problem.data))] for name, t in ours.items()
+    }
+    for candidate in candidates(trained, rank=rank, projection=projection):
+        found.setdefault(candidate.name, []).append(candidate)
+    return found
+
+
+def _ours(trajectory: Trajectory, data: tuple[Any, ...]) -> np.ndarray:
+    return np.asarray(trajectory.attribute(*data, method="outputs", progress=False).values)
+
+
+def _try(candidate: Candidate, problem: Problem) -> dict[str, Any] | None:
+    """Agreement with retraining, or `None` where the method diverges."""
+    try:
+        scores = candidate.scores()
+    except NotConverged:
+        return None
+    lds = evaluate.lds(scores, problem.masks, problem.targets)
+    loo = evaluate.loo_correlation(scores[:, problem.loo_rows], problem.loo)
+    return {
+        "lds": lds.value,
+        "lds_interval": list(lds.interval),
+        "loo_correlation": loo.value,
+        "loo_interval": list(loo.interval),
+    }
+
+
+def _measure(candidate: Candidate, repeats: int) -> dict[str, Any]:
+    jax.clear_caches()  # so that the first call compiles, whatever ran before
+    seconds = time_first_and_repeats(candidate.scores, repeats)
+    return {
+        "seconds_first": seconds["first"],
+        "seconds_repeat": median_repeat(seconds),
+        "peak_bytes": peak_bytes(candidate.scores),
+    }
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """Bytes in use at the peak of a compiled call, less those before: resident, or the device's."""
+    gc.collect()
+    _return_free_memory()
+    before, peak, done = _in_use(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(SAMPLE_SECONDS):
+            peak = max(peak, _in_use())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        call()
+    finally:
+        done.set()
+        thread.join()
+    return max(peak - before, 0)
+
+
+def _in_use() -> int:
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_in_use" in stats:
+        return int(stats["bytes_in_use"])
+    return _resident() if Path("/proc/self/statm").exists() else 0
+
+
+def _make_problem(
+    points: int,
+    queries: int,
+    hidden: tuple[int, ...],
+    side: int,
+    steps: int,
+    rate: float,
+    subsets: int,
+    loo_points: int,
+    seed: int,
+) -> Problem:
+    raw = datasets.load("mnist-small")
+    x, xq = (_small(a, side) for a in (raw.x_train[:points], raw.x_test[:queries]))
+    y, yq = jnp.asarray(raw.y_train[:points]), jnp.asarray(raw.y_test[:queries])
+    start = _init((side * side, *hidden, 10), seed)
+    saved_at = sorted({max(1, round(steps * share)) for share in (*np.arange(1, 11) / 40, 0.5, 1)})
+    train = partial(_descend, x, y, rate)
+    everyone = jnp.ones(points, x.dtype) / points
+    saved, at = {}, 0
+    state = (start, jax.tree.map(jnp.zeros_like, start))
+    for step in saved_at:
+        state = train(state, everyone, step - at)
+        saved[step], at = state[0], step
+    halves = evaluate.random_masks(points, subsets, seed=seed)
+    singles = np.arange(min(loo_points, points))
+    masks = np.concatenate([halves, ~np.eye(points, dtype=bool)[singles]])
+
+    def measure(keep: Array) -> Array:
+        weights = keep.astype(x.dtype) / jnp.sum(keep)
+        zero = (start, jax.tree.map(jnp.zeros_like, start))
+        return _losses(train(zero, weights, steps)[0], xq, yq)
+
+    losses = np.asarray(jax.jit(lambda m: jax.lax.map(measure, m, batch_size=20))(masks))
+    change = (losses[subsets:] - np.asarray(_losses(saved[steps], xq, yq))).T
+    return Problem((x, y, xq, yq), saved, rate, halves, losses[:subsets], singles, change)
+
+
+def _small(images: np.ndarray, side: int) -> Array:
+    """Means over squares of pixels, brought to the usual mean and size."""
+    pixels = np.asarray(images, np.float32).reshape(len(images), 28, 28)
+    block = 28 // side
+    means = pixels.reshape(-1, side, block, side, block).mean((2, 4))
+    return jnp.asarray((means.reshape(len(images), -1) - 0.1307) / 0.3081)
+
+
+def _init(widths: tuple[int, ...], seed: int) -> list[dict[str, Array]]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "w": jnp.asarray(rng.uniform(-1, 1, (a, b)) / np.sqrt(a), jnp.float32),
+            "b": jnp.asarray(rng.uniform(-1, 1, b) / np.sqrt(a), jnp.float32),
+        }
+        for a, b in pairwise(widths)
+    ]
+
+
+def _apply(params: Any, x: Array) -> Array:
+    for layer in params[:-1]:
+        x = jax.nn.relu(x @ layer["w"] + layer["b"])
+    return x @ params[-1]["w"] + params[-1]["b"]
+
+
+def _losses(params: Any, x: Array, y: Array) -> Float[Array, " q"]:
+    f = _apply(params, x)
+    return jax.nn.logsumexp(f, axis=1) - jnp.take_along_axis(f, y[:, None], 1)[:, 0]
+
+
+def _descend(x: Array, y: Array, rate: float, state: Any, weights: Array, steps: int) -> Any:
+    """`steps` of gradient descent with momentum on the weighted loss."""
+
+    def loss(params: Any) -> Array:
+        return jnp.sum(weights * _losses(params, x, y))
+
+    def step(carry: Any, _: Any) -> tuple[Any, None]:
+        params, velocity = carry
+        velocity = jax.tree.map(lambda v, g: MOMENTUM * v + g, velocity, jax.grad(loss)(params))
+        return (jax.tree.map(lambda p, v: p - rate * v, params, velocity), velocity), None
+
+    return jax.lax.scan(step, state, None, length=steps)[0]
+
+
+def attribution_table(result: dict[str, Any]) -> Any:
+    """The methods as a table, best agreement first."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    config = result["config"]
+    title = f"{config['network']}, {config['points']} points, {config['queries']} queries"
+    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("method", "setting", "LDS", "leave-one-out", "first", "repeat", "memory"):
+        left = name in ("method", "setting")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for m in sorted(result["methods"], key=lambda m: -(m["lds"] or -1)):
+        if m["lds"] is None:
+            table.add_row(m["method"], m["note"])
+            continue
+        table.add_row(
+            m["method"],
+            m["setting"],
+            f"{m['lds']:.3f}",
+            f"{m['loo_correlation']:.3f}",
+            f"{m['seconds_first']:.3g} s",
+            f"{m['seconds_repeat']:.3g} s",
+            f"{m['peak_bytes'] / 2**20:.0f} MiB",
+        )
+    return table
+
+
+def plot_attribution(result: dict[str, Any], path: Path) -> None:
+    """Agreement with retraining against seconds of a repeated call, and against peak memory."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    from ..compare._look import BLUE, GREY
+
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
+    shown = [m for m in result["methods"] if m["lds"] is not None]
+    for ax, key, label in (
+        (axes[0], "seconds_repeat", "seconds of a repeated call"),
+        (axes[1], "peak_bytes", "peak memory, MiB"),
+    ):
+        for m in shown:
+            size = max(m[key], 1) / 2**20 if key == "peak_bytes" else m[key]
+            colour = BLUE if m["method"].startswith("ours") else GREY
+            ax.plot(size, m["lds"], "o", color=colour)
+            ax.annotate(m["method"], (size, m["lds"]), (4, 3), textcoords="offset points", size=7)
+        ax.set(xscale="log", xlabel=label)
+    axes[0].set_ylabel("LDS")
+    fig.suptitle(f"{result['config']['network']}, {result['machine']['device']}", size=10)
+    fig.savefig(path)
+    plt.close(fig)

@@ -1,0 +1,94 @@
+"""Every attribution method of the literature on one trained network, each with several dampings."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import PyTree
+
+from ... import primal
+from ...attribution import TRAK, GradCos, GradDot, TracIn
+from ...dual._record import NotConverged
+from ...kernels._linearized import linearize
+from ...losses import SoftmaxCrossEntropy
+
+SHIFTS = (0.1, 1.0, 10.0, 100.0)
+"""Dampings that solvers try, over the ridge that training stood for."""
+
+FEW_SHIFTS = (1.0, 10.0)
+"""Those of solvers that iterate for every query and take as long as all others together."""
+
+TRAK_DAMPINGS = (1e-3, 1e-2, 1e-1)
+
+
+class Trained(NamedTuple):
+    """A trained network and what to score with it.
+
+    - `checkpoints`, `rates`: of its run, the last included, with learning rates for TracIn.
+    - `halves`: models trained on random halves, for TRAK; the last checkpoint where there are none.
+    - `ridge`: that stopped training stands for.
+    """
+
+    apply_fn: Callable[..., Any]
+    checkpoints: Sequence[PyTree]
+    rates: Sequence[float]
+    halves: Sequence[PyTree]
+    ridge: float
+    data: tuple[Any, Any, Any, Any]
+
+
+class Candidate(NamedTuple):
+    """One method at one setting; `scores()` returns `(q, n)`."""
+
+    name: str
+    setting: str
+    scores: Callable[[], np.ndarray]
+
+
+def candidates(trained: Trained, *, rank: int = 100, projection: int = 1024) -> list[Candidate]:
+    """All methods with all dampings that are tried in their favour."""
+    last = trained.checkpoints[-1]
+    apply_fn, data = trained.apply_fn, trained.data
+    steps = {
+        "CG": (primal.CG(rtol=1e-3, max_steps=200), FEW_SHIFTS),
+        "LiSSA": (primal.LiSSA(depth=100), FEW_SHIFTS),
+        "Arnoldi": (primal.Arnoldi(rank=rank), SHIFTS),
+        "Nyström": (primal.Nystrom(rank=rank), SHIFTS),
+        "K-FAC": (primal.KFAC(), SHIFTS),
+        "EK-FAC": (primal.EKFAC(), SHIFTS),
+    }
+    plain = {
+        "gradient dot": GradDot(apply_fn, last),
+        "gradient cosine": GradCos(apply_fn, last),
+        "TracIn": TracIn(apply_fn, trained.checkpoints, trained.rates),
+    }
+    found = [Candidate(k, "", partial(_values, v.attribute, data)) for k, v in plain.items()]
+    model, loss = linearize(apply_fn, last), SoftmaxCrossEntropy()
+    for name, (solver, shifts) in steps.items():
+        for shift in shifts:
+            options = {"loss": loss, "ridge": shift * trained.ridge, "linearised": False}
+            call = partial(primal.attribute, model, last, solver=solver, **options)
+            found.append(Candidate(name, f"{shift:g}·λ", partial(_values, call, data)))
+    models = trained.halves or [last]
+    for label, k in (("TRAK", None), (f"TRAK, {projection} directions", projection)):
+        for damping in TRAK_DAMPINGS:
+            score = TRAK(apply_fn, models, k, damping)
+            name = f"{label} ({len(models)} model{'s' if len(models) > 1 else ''})"
+            found.append(
+                Candidate(name, f"ρ = {damping:g}", partial(_values, score.attribute, data))
+            )
+    return found
+
+
+def rival_scores(trained: Trained, **options: Any) -> Iterator[tuple[str, str, np.ndarray]]:
+    """`(method, setting, scores)` of each candidate; one that diverges is left out, and said so."""
+    for candidate in candidates(trained, **options):
+        try:
+            yield candidate.name, candidate.setting, candidate.scores()
+        except NotConverged as error:
+            print(f"{candidate.name}, {candidate.setting}: left out. {error}", flush=True)
+
+
+def _values(attribute: Callable[..., Any], data: tuple[Any, ...]) -> np.ndarray:
+    return np.asarray(attribute(*data).values)
