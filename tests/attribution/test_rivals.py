@@ -79,17 +79,18 @@ def test_tracin_adds_up_checkpoints_by_their_rates():
     np.testing.assert_array_equal(same, dot)
 
 
-def test_projected_trak_is_its_formula_and_tends_to_the_exact_kernel():
+def test_projected_trak_tends_to_the_exact_kernel():
     (x, y, xq, yq), models = _case()
     exact = TRAK(cases.mlp, models, damping=0.1).attribute(x, y, xq, yq).values
     np.testing.assert_array_equal(exact, trak(cases.mlp, models, x, y, xq, yq, damping=0.1))
     off = []
-    for k in (30, 30_000):
+    for k in (10, 1000):
         got = TRAK(cases.mlp, models, k, damping=0.1).attribute(x, y, xq, yq).values
         off.append(cases.relative(got, exact))
-    # Entries of the kernel are off by 1/√k of their size, 0.6 %; the solve at this damping
+    # Entries of the kernel are off by 1/√k of their size, 3 %; the solve at this damping
     # makes that ten times as much at most.
-    assert off[1] < 0.06 < off[0]
+    assert off[1] < 0.3
+    assert off[1] < off[0] / 2
 
 
 def test_one_sign_for_all_of_them():

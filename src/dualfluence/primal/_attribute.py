@@ -15,15 +15,23 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_queries, check_ridge
 from .._support.compile import filter_jit
+from .._support.options import (
+    check_count,
+    check_flag,
+    check_instance,
+    check_on_failure,
+    maybe,
+)
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..dual._readout import outputs_at
 from ..dual._record import OnFailure
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..models._checks import check_params
 from ._curvature import Curvature, make_curvature
 from ._gradients import gradient_products, point_gradients, rows_at_once
-from ._influence import _check_params, _training_set, _with_batches
+from ._influence import _training_set, _with_batches
 from ._solvers import (
     CG,
     AbstractInverse,
@@ -69,16 +77,20 @@ def attribute(
     **Returns:** `Attribution`; `stats` holds the solver, its residual and the numbers it reports.
     """
     start = time.perf_counter()
+    check_instance("attribute: model", model, Linearized, "made by linearize")
+    batch_size = maybe(check_count, "attribute: batch_size", batch_size)
+    linearised = check_flag("attribute: linearised", linearised)
+    check_on_failure("attribute", on_failure)
     solver = check_primal_solver("attribute", CG() if solver is None else solver)
     model = model.bound(x)
-    theta = _check_params(model, params)
+    theta = check_params("attribute: params", model, params)
     data = _training_set(model, x, y, weights, loss)
     queries = check_queries(xq, data.x)
     c = model.apply_shape(data.x)[1]
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
     sized = _with_batches(model, data.x, batch_size)
     w = jnp.asarray(data.weights)
-    lam = jnp.asarray(check_ridge(ridge), model.dtype)
+    lam = jnp.asarray(check_ridge(ridge, model.dtype), model.dtype)
     curvature, f = make_curvature(sized, theta, data.x, data.targets, w, loss, lam, linearised)
     check_finite("attribute: outputs at params", f, hint="Did training diverge?")
     v = _query_directions(sized, theta, queries, quantity, linearised)

@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._support.checks import NotFinite
 from .._support.compile import filter_jit
+from .._support.options import check_choice, check_count, maybe
 from ..dual._record import NotConverged, OnFailure
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._curvature import HESSIANS, Curvature, Hessian, relative_residuals
@@ -127,13 +129,9 @@ def check_options(name: str, damping: float, hessian: str, **counts: int | None)
     """Raise on options that no solver can work with."""
     if not (np.isfinite(damping) and damping >= 0):
         raise ValueError(f"{name}: damping must be a finite number, at least 0, got {damping}.")
-    if hessian not in HESSIANS:
-        raise ValueError(
-            f"{name}: hessian must be {' or '.join(map(repr, HESSIANS))}, got {hessian!r}."
-        )
+    check_choice(f"{name}: hessian", hessian, HESSIANS)
     for what, value in counts.items():
-        if value is not None and (value != int(value) or value < 1):
-            raise ValueError(f"{name}: {what} must be a whole number, at least 1, got {value}.")
+        maybe(check_count, f"{name}: {what}", value)
 
 
 def check_primal_solver(what: str, solver: Any) -> AbstractPrimalSolver:
@@ -149,7 +147,7 @@ def check_primal_solver(what: str, solver: Any) -> AbstractPrimalSolver:
 def check_solved(what: str, solved: Solved, on_failure: OnFailure) -> None:
     """Raise on answers that are not finite, and on those that missed their tolerance."""
     if not bool(jnp.isfinite(solved.value).all()):
-        raise FloatingPointError(
+        raise NotFinite(
             f"{what}: the solve is not finite (relative residual {solved.residual:.3g}). Check the "
             "outputs at params, or try float64."
         )
