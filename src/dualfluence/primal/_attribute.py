@@ -125,7 +125,7 @@ class _Scorer:
         on_failure: OnFailure,
     ) -> None:
         self.curvature, self.inverse, self.x, self.g = curvature, inverse, x, g
-        self.on_failure = on_failure
+        self.on_failure: OnFailure = on_failure
         self.stats: dict[str, Any] = {"iterations": 0, "residual": 0.0, "converged": True}
         self.notes: tuple[str, ...] = ()
 

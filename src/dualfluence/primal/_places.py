@@ -20,7 +20,6 @@ from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program
 from ..kernels._reader import FactorReader
-from ..kernels._report import read_uses
 from ..kernels._snapshot import Kept
 from ._update import PRECISION
 
@@ -95,7 +94,7 @@ class Places:
 
     - `places`: sums of products.
     - `whole`: leaves without: `(leaf, slot, size)`.
-    - `uses`: for every leaf, how it enters the forward pass, in words.
+    - `paths`: names of the leaves.
     """
 
     def __init__(self, model: Linearized, x: Any) -> None:
@@ -114,7 +113,6 @@ class Places:
         with jax.default_matmul_precision(PRECISION):
             out = jax.eval_shape(single, *shapes, point)
             self.program = trace_program(backward, *shapes, point, out)
-            self.uses = read_uses(single, *shapes, point)
         names = zip(split.paths, split.roles, strict=True)
         self.paths = [path for path, role in names if role == "trainable"]
         self.reached = self.program.dependents([self.program.inputs[-1]])
