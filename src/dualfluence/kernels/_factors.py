@@ -20,8 +20,8 @@ Env = Mapping[int, Any]
 """Values of the slots of a program."""
 
 AxisOrder = tuple[Any, ...]
-"""What happened to the axes between a product and the leaf's gradient, step by step. It is only ever
-compared: two products with the same steps may be added."""
+"""What happened to the axes between a product and the leaf's gradient, step by step. Two products with
+the same steps may be added; `primal` follows the steps to find each entry's place in the leaf."""
 
 Scalars = tuple[tuple[int, int], ...]
 """Slots of single numbers, each with the power 1 or -1 at which it multiplies a gradient."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..kernels._factors import AbstractFactor, Scalars, scale_product
+from ..kernels._factors import GradientFactor, Scalars, scale_product
 from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program
@@ -40,7 +40,7 @@ class Place:
     """
 
     leaves: tuple[int, ...]
-    factors: tuple[AbstractFactor, ...]
+    factors: tuple[GradientFactor, ...]
     scales: tuple[tuple[Scalars, int], ...]
     orders: tuple[np.ndarray, ...]
 
@@ -192,23 +192,23 @@ def _find(
     return list(found.values()), whole
 
 
-def _sides(factor: AbstractFactor) -> tuple[int, int]:
+def _sides(factor: GradientFactor) -> tuple[int, int]:
     """Sides that have to be decomposed: one-hot rows have a diagonal factor."""
     return (0 if _lookup_part(factor) else factor.sizes[2]), factor.sizes[3]
 
 
-def _lookup_part(factor: AbstractFactor) -> bool:
+def _lookup_part(factor: GradientFactor) -> bool:
     return getattr(factor, "parts", (factor,))[0].kind == "lookup"
 
 
-def _order(factor: AbstractFactor, shape: tuple[int, ...]) -> np.ndarray:
+def _order(factor: GradientFactor, shape: tuple[int, ...]) -> np.ndarray:
     """For every entry of `(b, m, n)`, its place in the flat leaf."""
     part = getattr(factor, "parts", (factor,))[0]
     b, _, m, n = factor.sizes
     index = np.arange(b * m * n).reshape(b, m, n)
     makers = {"dot": _dot_output, "conv": _conv_output}
-    kinds = [i for i, step in enumerate(factor.layout) if isinstance(step, str)]
-    views, own = factor.layout[: kinds[0]], factor.layout[kinds[0] :]
+    kinds = [i for i, step in enumerate(factor.axis_order) if isinstance(step, str)]
+    views, own = factor.axis_order[: kinds[0]], factor.axis_order[kinds[0] :]
     # An embedding's table is (m, n) as it stands.
     array = makers[part.kind](index, part, own) if part.kind in makers else index
     for name, permutation, out_shape in reversed(views):
