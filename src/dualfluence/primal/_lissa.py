@@ -77,7 +77,8 @@ class _LiSSAInverse(AbstractInverse):
         if not residual <= 1:
             raise NotConverged(self._diverged(residual, float(shift)))
         size = jnp.linalg.norm(value, axis=1)
-        error = residuals * jnp.linalg.norm(b, axis=1) / (shift * jnp.maximum(size, 1e-300))
+        tiny = jnp.finfo(b.dtype).tiny
+        error = residuals * jnp.linalg.norm(b, axis=1) / jnp.maximum(shift * size, tiny)
         facts: dict[str, Any] = {
             "largest_eigenvalue": self.high,
             "smallest_eigenvalue": self.low,

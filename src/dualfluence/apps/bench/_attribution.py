@@ -279,8 +279,9 @@ def attribution_table(result: dict[str, Any]) -> Any:
 
     config = result["config"]
     title = f"{config['network']}, {config['points']} points, {config['queries']} queries"
-    table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("method", "setting", "LDS", "leave-one-out", "first", "repeat", "memory"):
+    caption = "LDS, LOO: correlation with retraining on halves and without single points"
+    table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
+    for name in ("method", "setting", "LDS", "LOO", "first", "repeat", "memory"):
         left = name in ("method", "setting")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for m in sorted(result["methods"], key=lambda m: -(m["lds"] or -1)):

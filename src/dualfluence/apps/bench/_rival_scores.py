@@ -13,13 +13,13 @@ from ...dual._record import NotConverged
 from ...kernels._linearized import linearize
 from ...losses import SoftmaxCrossEntropy
 
-SHIFTS = (0.1, 1.0, 10.0, 100.0)
-"""Dampings that solvers try, over the ridge that training stood for."""
+SHIFTS = (0.01, 0.1, 1.0, 10.0, 100.0)
+"""Dampings that solvers try, over the ridge that training stood for. The best lie inside: 0.1 to 10."""
 
-FEW_SHIFTS = (1.0, 10.0)
+FEW_SHIFTS = (0.3, 1.0, 3.0)
 """Those of solvers that iterate for every query and take as long as all others together."""
 
-TRAK_DAMPINGS = (1e-3, 1e-2, 1e-1)
+TRAK_DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
 
 
 class Trained(NamedTuple):
@@ -71,7 +71,7 @@ def candidates(trained: Trained, *, rank: int = 100, projection: int = 1024) -> 
             call = partial(primal.attribute, model, last, solver=solver, **options)
             found.append(Candidate(name, f"{shift:g}·λ", partial(_values, call, data)))
     models = trained.halves or [last]
-    for label, k in (("TRAK", None), (f"TRAK, {projection} directions", projection)):
+    for label, k in (("TRAK", None), (f"TRAK {projection}", projection)):
         for damping in TRAK_DAMPINGS:
             score = TRAK(apply_fn, models, k, damping)
             name = f"{label} ({len(models)} model{'s' if len(models) > 1 else ''})"
