@@ -14,7 +14,8 @@ from ...kernels._linearized import linearize
 from ...losses import SoftmaxCrossEntropy
 
 SHIFTS = (0.01, 0.1, 1.0, 10.0, 100.0)
-"""Dampings that solvers try, over the ridge that training stood for. The best lie inside: 0.1 to 10."""
+"""Dampings that solvers try, over the ridge that training stood for. The best
+lay inside, from 0.1 to 10, on the network of `attribution_cpu.json`."""
 
 FEW_SHIFTS = (0.3, 1.0, 3.0)
 """Those of solvers that iterate for every query and take as long as all others together."""
