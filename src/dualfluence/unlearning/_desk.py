@@ -178,7 +178,7 @@ class Desk:
             fitted = fitted.purge() if gone else fitted
             fitted.save(path, include_kernel=include_kernel)
             self._record(
-                "checkpoint", [], digest_of(fitted), fitted.certificate, "saved", None, None
+                "checkpoint", [], 0, digest_of(fitted), fitted.certificate, "saved", None, None
             )
             self.engine = Engine(fitted, drift=self.engine.drift)
             self.model_digest = digest_of(fitted)
@@ -191,7 +191,7 @@ class Desk:
         with self._turn:
             certificate = self.certificate
             return self._record(
-                "publish", [], self.model_digest, certificate, "perturbed", None, None, fields
+                "publish", [], 0, self.model_digest, certificate, "perturbed", None, None, fields
             )
 
     def _answer(
@@ -207,7 +207,9 @@ class Desk:
                 names = [self.ids.reference(name) for name in ids] if kind == "add" else []
                 stored = write_payload(self._file_of(number), rows, names, arrays)
             references = self._references(kind, ids, rows)
-            self._record(kind, references, after, work.fitted.certificate, work.how, until, stored)
+            self._record(
+                kind, references, len(ids), after, work.fitted.certificate, work.how, until, stored
+            )
             self._apply(kind, ids, rows, work, after)
         return _answered(number, work, after, start)
 
@@ -248,6 +250,7 @@ class Desk:
         self,
         kind: str,
         references: list[str] | None,
+        count: int,
         after: str,
         certificate: Certificate,
         how: str,
@@ -260,16 +263,13 @@ class Desk:
         return self.ledger.append(
             format=FORMAT,
             kind=kind,
-            count=len(names) if references is not None else None,
+            count=count,
             time=_stamp(self._clock()),
             until=until,
             model_before=self.model_digest,
             model_after=after,
             certificate=plain_certificate(certificate),
             how=how,
-            points_left=int((self.model.data.sample_weights > 0).sum())
-            if kind != "remove"
-            else None,
             payload=payload,
             removal=removal,
             software={
@@ -288,7 +288,7 @@ class Desk:
         own = digest_of(fitted)
         if not self.ledger.lines:
             self.engine, self.model_digest = _Base(fitted), own  # type: ignore[assignment]
-            self._record("open", [], own, fitted.certificate, "fit", None, None)
+            self._record("open", [], 0, own, fitted.certificate, "fit", None, None)
             return 1
         for line in reversed(self.ledger.lines):
             if line["kind"] in ("open", "checkpoint") and line["model_after"] == own:
@@ -303,6 +303,11 @@ class Desk:
         if kind in ("open", "checkpoint", "publish"):
             return
         stored = read_payload(self._file_of(number), line["payload"], number)
+        if stored is None and line["references"] is None:
+            raise LedgerError(
+                f"ledger: the references of line {number} were erased. Open the desk with a checkpoint "
+                "that was made after it."
+            )
         names = line["references"] and line["references"]["names"]
         if stored is not None:
             rows, added, arrays = stored

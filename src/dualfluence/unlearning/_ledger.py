@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from .._support.files import FileError, fcntl, in_words
+from .._support.files import FileError, fcntl, in_words, write_atomically
 
 References = Literal["keep", "pseudonymise", "erase"]
 """What becomes of a request's references: kept as salted hashes, replaced by numbers, or dropped."""
@@ -117,6 +117,27 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
         lines.append(check_line(line, number, before))
         before = lines[-1]["hash"]
     return lines, whole, whole < len(raw)
+
+
+def erase_references(path: Path, numbers: list[int]) -> None:
+    """Drop the references of lines, for good; every hash of the chain stays as it is.
+
+    No desk may hold the ledger. A replay then needs a checkpoint from after these lines.
+    """
+    ledger = Ledger(path)
+    try:
+        for number in numbers:
+            if not 1 <= number <= len(ledger.lines):
+                raise ValueError(
+                    f"erase_references: no line {number} in {len(ledger.lines)} lines."
+                )
+        dropped = [
+            {**line, "references": None} if line["sequence"] in numbers else line for line in ledger
+        ]
+        raw = b"".join(canonical(line) + b"\n" for line in dropped)
+        write_atomically(path, lambda file: file.write(raw))
+    finally:
+        ledger.close()
 
 
 class Ledger:
