@@ -6,3 +6,13 @@ from ._desk import open as open
 from ._engine import Engine as Engine
 from ._ledger import Ledger as Ledger
 from ._ledger import LedgerError as LedgerError
+from ._ledger import erase_references as erase_references
+from ._removal import BudgetSpent as BudgetSpent
+from ._removal import Published as Published
+from ._removal import Publisher as Publisher
+from ._removal import delta_of as delta_of
+from ._removal import epsilon_of as epsilon_of
+from ._removal import mu_of as mu_of
+from ._removal import sigma_of as sigma_of
+from ._verify import Report as Report
+from ._verify import verify as verify

@@ -186,6 +186,16 @@ class Desk:
                 file.unlink()
         return Path(path)
 
+    def retrain(self) -> Answer:
+        """Train from scratch on what is left, to what the dtype can give."""
+        start = time.perf_counter()
+        with self._turn:
+            work = self.engine.retrained()
+            after, number = digest_of(work.fitted), len(self.ledger.lines) + 1
+            self._record("retrain", [], 0, after, work.fitted.certificate, work.how, None, None)
+            self._apply("retrain", [], [], work, after)
+        return _answered(number, work, after, start)
+
     def record_publication(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Write what a release of perturbed parameters spent."""
         with self._turn:
@@ -315,7 +325,10 @@ class Desk:
             added, arrays = [], {}
             pseudonyms = line["references_mode"] == "pseudonymise"
             rows = [int(name) for name in names] if pseudonyms else self.ids.rows_of(names)
-        work = self.engine.propose(edits_of(kind, rows, arrays), line["until"])
+        if kind == "retrain":
+            work = self.engine.retrained()
+        else:
+            work = self.engine.propose(edits_of(kind, rows, arrays), line["until"])
         after = digest_of(work.fitted)
         if after != line["model_after"]:
             self._differs(line)

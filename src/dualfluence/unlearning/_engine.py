@@ -3,8 +3,8 @@
 The rule is a function of the requests alone, never of clocks, so that a replay decides the same:
 
 - A removal of up to `MAX_BATCH` points takes the closed form from the anchor's inverse.
-- Where its certificate exceeds the limit, steps with the same inverse and true products with `K` follow,
-  as long as each halves the bound; then `edit`, after which the inverse is made anew.
+- Where its certificate exceeds the limit, steps with the same inverse follow as long as each halves the
+  bound; then true products with `K` instead of estimates; then `edit`, after which the inverse is made anew.
 - The inverse is made anew as well after `MAX_GONE` points.
 - Every other request goes through `edit`. It leaves the inverse behind; removals go through `edit` too until
   `REFRESH_AFTER` of them have come, and the next one makes a new inverse.
@@ -22,7 +22,7 @@ from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._objective import Problem, State
 from ._anchor import Anchor, can_anchor, make_anchor
-from ._quick import Gone, glance, nothing_gone, one_less, polish, with_room
+from ._quick import Gone, glance, measure, nothing_gone, one_less, polish, with_room
 
 MAX_BATCH = 16
 """Points in one request up to which each is left out by itself. Doubled, larger requests avoid `edit`."""
@@ -85,6 +85,11 @@ class Engine:
             return self._left_out(anchored(self.fitted), points, data, until)
         return self._left_out(self.work, points, data, until)
 
+    def retrained(self) -> Work:
+        """The model trained from scratch on what is left; the inverse is made anew by the rule."""
+        fitted = self.fitted.retrain([], progress=False).commit()
+        return Work(fitted, None, None, 0.0, 0, "retraining")
+
     def accept(self, work: Work) -> None:
         """Make a proposal the state."""
         self.work = work
@@ -128,19 +133,24 @@ class Engine:
         anchor, gone, ridge = work.anchor, work.gone, work.fitted.ridge
         assert anchor is not None
         assert gone is not None
-        dtype = anchor.N.dtype
-        kept = (data.sample_weights > 0).astype(dtype)
-        scale = np.asarray(data.sample_weights.sum() / work.total, dtype)
-        last = np.inf
+        kept = (data.sample_weights > 0).astype(anchor.N.dtype)
+        scale, last = float(data.sample_weights.sum() / work.total), np.inf
         for step in range(1, MAX_POLISH + 1):
-            state, norms = polish(anchor, gone, problem, state, kept, scale)
-            certificate = norms.certificate(ridge)
+            state = polish(anchor, gone, problem, state, kept, scale)
+            norms = glance(anchor.op, anchor.majorant, anchor.kernel_diagonal, problem, state)
+            certificate, how = norms.certificate(ridge), f"closed form, {step} steps more"
             if certificate.distance_bound <= limit:
-                how = f"closed form, further steps with the same inverse: {step}"
                 return _settled(work, data, state, certificate, work.fitted, how)
             if not certificate.distance_bound <= 0.5 * last:
                 break
             last = certificate.distance_bound
+        state, norms = measure(anchor, problem, state.alpha)
+        certificate, how = (
+            norms.certificate(ridge),
+            f"closed form, {step} steps more, true products",
+        )
+        if certificate.distance_bound <= limit:
+            return _settled(work, data, state, certificate, work.fitted, how)
         rough = _settled(work, data, state, certificate, work.fitted, "")
         fitted = _edit(rough.fitted, [], until, self.drift)
         return anchored(fitted)._replace(how="edit, and a new factorisation")

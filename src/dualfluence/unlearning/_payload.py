@@ -18,7 +18,7 @@ def digest_of(fitted: Fitted) -> str:
     """SHA-256 of the dual variables, sample weights and ridge: what the model is, given its kernel."""
     found = hashlib.sha256()
     for array in (fitted.alpha, fitted.data.sample_weights, np.float64(fitted.ridge)):
-        plain = np.ascontiguousarray(np.asarray(array))
+        plain = np.asarray(array, order="C")
         found.update(f"{plain.dtype.str} {plain.shape} ".encode())
         found.update(plain.tobytes())
     return found.hexdigest()

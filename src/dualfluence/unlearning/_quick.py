@@ -207,7 +207,11 @@ def glance(
 ) -> Norms:
     """The certificate's parts at a state, `ρᵀKρ` bounded from above."""
     rho = problem.residual(state)
-    return measure_norms(problem, state, rho, majorant.mv(op, rho), kernel_diagonal)
+    square = majorant.square(op, rho)
+    # Only ρᵀKρ is asked for: any vector with that product will do.
+    size = jnp.sum(rho**2)
+    k_rho = rho * (square / jnp.where(size > 0, size, 1))
+    return measure_norms(problem, state, rho, k_rho, kernel_diagonal)
 
 
 def polish(
@@ -215,46 +219,66 @@ def polish(
     gone: Gone,
     problem: Problem,
     state: State,
-    kept: Float[AnyArray, " n"],
-    scale: Float[AnyArray, ""],
-) -> tuple[State, Norms]:
-    """One step on what is left of the residual by the anchor's inverse, then true products with `K`.
+    kept: np.ndarray,
+    scale: float,
+) -> State:
+    """One step on what is left of the residual by the anchor's inverse: one read of `N`, none of `K`.
 
     `scale` is the sum of weights over that at the anchor.
     """
-    rho = _scaled_residual(problem, state, kept, scale)
-    used, flat = gone.count * rho.shape[1], rho.reshape(-1)
-    Y, YC = (part[:, :used] if isinstance(part, np.ndarray) else part for part in (gone.Y, gone.YC))
-    if isinstance(Y, np.ndarray):
-        held = jnp.asarray(Y @ (np.asarray(flat) @ YC))
+    rho = _residual(problem, state)
+    host = isinstance(gone.Y, np.ndarray)
+    used = gone.count * rho.shape[1]
+    xp: Any = np if host else jnp
+    Y, YC = (gone.Y[:, :used], gone.YC[:, :used]) if host else (gone.Y, gone.YC)
+    inside = (xp.arange(Y.shape[1]) < used).astype(Y.dtype)
+    arrays = (anchor.N, Y, YC, anchor.hess, rho, kept, anchor.error)
+    numbers = [np.asarray(value, Y.dtype) for value in (scale, problem.ridge)]
+    if host:
+        delta, k_delta, drift = _correct(np, inside, *(np.asarray(a) for a in arrays), *numbers)
     else:
-        held = _held_back(Y, YC, flat, np.asarray(used, np.int32))
-    return _polish(anchor, problem, state, rho, held.reshape(rho.shape), kept)
+        delta, k_delta, drift = _correct_on_device(inside, *arrays, *numbers)
+    return State(state.alpha + delta, state.k_alpha + k_delta, xp.asarray(state.drift + drift))
+
+
+def _correct(
+    xp: Any,
+    inside: Any,
+    N: Any,
+    Y: Any,
+    YC: Any,
+    hess: Any,
+    rho: Any,
+    kept: Any,
+    error: Any,
+    scale: Any,
+    ridge: Any,
+) -> tuple[Any, Any, Any]:
+    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and what the error of `N` adds to it."""
+    rho = rho * scale * kept[:, None]
+    flat = rho.reshape(-1)
+    held = (flat @ YC) * inside
+    k_delta = -(N @ flat + Y @ held).reshape(rho.shape)
+    delta = (-rho - (hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
+    return delta, k_delta, error * xp.sqrt((rho**2).sum() + (held**2).sum())
+
+
+def _corrected(*arrays: Any) -> tuple[Array, Array, Array]:
+    with jax.default_matmul_precision("highest"):
+        return _correct(jnp, *arrays)
+
+
+_correct_on_device = jit(_corrected)
 
 
 @filter_jit
-def _scaled_residual(problem: Problem, state: State, kept: Any, scale: Any) -> Float[Array, "n c"]:
-    return problem.residual(state) * scale * kept[:, None]
+def _residual(problem: Problem, state: State) -> Float[Array, "n c"]:
+    return problem.residual(state)
 
 
 @filter_jit
-def _held_back(Y: Array, YC: Array, flat: Array, used: Any) -> Array:
-    inside = (jnp.arange(Y.shape[1]) < used).astype(Y.dtype)
-    return jnp.dot(Y, jnp.dot(flat, YC, precision=HIGHEST) * inside, precision=HIGHEST)
-
-
-@filter_jit
-def _polish(
-    anchor: Anchor,
-    problem: Problem,
-    state: State,
-    rho: Float[Array, "n c"],
-    held: Float[Array, "n c"],
-    kept: Float[AnyArray, " n"],
-) -> tuple[State, Norms]:
-    k_delta = -held - jnp.dot(anchor.N, rho.reshape(-1), precision=HIGHEST).reshape(rho.shape)
-    W_k = jnp.einsum("nab,nb->na", anchor.hess, k_delta, precision=HIGHEST)
-    alpha = state.alpha + kept[:, None] * (-rho - W_k) / problem.ridge
+def measure(anchor: Anchor, problem: Problem, alpha: Float[Array, "n c"]) -> tuple[State, Norms]:
+    """The same dual variables with products of their own: no drift, and `ρᵀKρ` itself."""
     after = State(alpha, anchor.op.mv(alpha))
     rho = problem.residual(after)
     return after, measure_norms(problem, after, rho, anchor.op.mv(rho), anchor.kernel_diagonal)
