@@ -9,7 +9,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.unlearning import _engine
+from dualfluence.unlearning import _engine, _quick
 from dualfluence.unlearning._anchor import make_majorant
 from dualfluence.unlearning._engine import Engine
 
@@ -76,6 +76,21 @@ def test_a_kronecker_kernel_takes_the_closed_form_too():
     change = np.asarray(engine.fitted.alpha - want.alpha)
     distance = np.sqrt(np.einsum("ia,ij,ja->", change, sigma, change))
     assert distance <= engine.fitted.certificate.distance_bound + want.certificate.distance_bound
+
+
+@pytest.mark.parametrize("loss_name", ["squared", "softmax"])
+def test_the_program_for_accelerators_gives_the_same_as_the_hosts(loss_name, monkeypatch):
+    p = problems.linear_problem(24, 2, 30, loss_name, ridge=0.05)
+    fitted, found = cases.fit(p), []
+    for host in (True, False):
+        monkeypatch.setattr(_quick, "on_host", lambda host=host: host)
+        engine = Engine(fitted)
+        hows = run(engine, [3, [5, 6], 9, *range(10, 24)][:6])
+        hows += run(engine, [20], until=1e-8)
+        found.append((hows, np.asarray(engine.fitted.alpha)))
+        assert isinstance(engine.work.gone.Y, np.ndarray) == host
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-9, atol=1e-12)
 
 
 def test_a_matrix_free_kernel_goes_through_edit():
