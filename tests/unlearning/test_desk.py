@@ -1,5 +1,6 @@
 """A desk answers as if retrained, remembers what it answered, and comes back as it was."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.unlearning import LedgerError, _ledger
+from dualfluence.unlearning import LedgerError, _engine, _ledger
 from dualfluence.unlearning._payload import digest_of
 
 N = 16
@@ -159,6 +160,32 @@ def test_a_second_writer_is_refused(fitted, tmp_path):
     with dfl.unlearning.open(tmp_path, fitted), pytest.raises(LedgerError, match="another writer"):
         dfl.unlearning.open(tmp_path, fitted)
     dfl.unlearning.open(tmp_path, fitted).close()
+
+
+@pytest.mark.parametrize(("noise", "refused"), [(1e-14, False), (1e-3, True)])
+def test_a_replay_that_rounds_otherwise_is_told_and_another_model_refused(
+    fitted, tmp_path, monkeypatch, noise, refused
+):
+    with dfl.unlearning.open(tmp_path, fitted) as desk:
+        desk.remove([3])
+    propose = _engine.Engine.propose
+
+    def off(engine, *args):
+        work = propose(engine, *args)
+        f = work.fitted
+        norm = f.certificate.parameter_norm * (1 + noise)
+        certificate = dataclasses.replace(f.certificate, parameter_norm=norm)
+        state = type(f.state)(f.state.alpha * (1 + noise), f.state.k_alpha)
+        return work._replace(fitted=dataclasses.replace(f, state=state, certificate=certificate))
+
+    monkeypatch.setattr(_engine.Engine, "propose", off)
+    if refused:
+        with pytest.raises(LedgerError, match="gives another model"):
+            dfl.unlearning.open(tmp_path, fitted)
+        return
+    with dfl.unlearning.open(tmp_path, fitted) as desk:
+        assert any("rounding" in note for note in desk.notes)
+        assert desk.model_digest == desk.ledger.lines[-1]["model_after"]
 
 
 def test_another_model_is_refused(p, fitted, tmp_path):

@@ -247,7 +247,7 @@ def check_after_kills(folder, acknowledged):
 
 
 def test_kills_lose_nothing_that_was_acknowledged(tmp_path):
-    check_after_kills(tmp_path, run_kills(tmp_path, 3))
+    check_after_kills(tmp_path, run_kills(tmp_path, 5))
 
 
 @pytest.mark.slow

@@ -331,20 +331,24 @@ class Desk:
             work = self.engine.propose(edits_of(kind, rows, arrays), line["until"])
         after = digest_of(work.fitted)
         if after != line["model_after"]:
-            self._differs(line)
+            self._differs(line, work)
         self._apply(kind, [], rows, work, line["model_after"])
         if kind == "add":
             self.ids.add_references(added, work.fitted.data.num_points - len(added))
 
-    def _differs(self, line: dict[str, Any]) -> None:
-        here = {"dualfluence": __version__, "jax": jax.__version__, "numpy": version("numpy")}
-        if line["software"] == here and line["device"] == _device():
+    def _differs(self, line: dict[str, Any], work: Work) -> None:
+        """Other bits than the line says: told if that is rounding, refused if it is another model."""
+        claimed, own = line["certificate"]["parameter_norm"], work.fitted.certificate.parameter_norm
+        slack = float(np.sqrt(np.finfo(work.fitted.offset.dtype).eps))
+        if not abs(own - claimed) <= slack * abs(claimed):
             raise LedgerError(
-                f"ledger: replaying line {line['sequence']} gives another model than it says, with the "
-                "same software on the same kind of device. Were other data or settings given to open?"
+                f"ledger: replaying line {line['sequence']} gives another model than it says: a norm of "
+                f"{own:.9g} instead of {claimed:.9g}. Were other data or settings given to open?"
             )
-        note = f"line {line['sequence']} was made elsewhere; replayed here it differs in rounding"
-        self.notes.append(note)
+        self.notes.append(
+            f"line {line['sequence']} was made by other software, another device or another number of "
+            "threads; replayed here it differs in rounding"
+        )
 
     def _file_of(self, number: int) -> Path:
         return self.path / f"request-{number:08d}.npz"
