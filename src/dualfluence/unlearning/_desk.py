@@ -105,10 +105,13 @@ class Desk:
                 self.notes.append(
                     "a torn last line was dropped: its request was never acknowledged"
                 )
-            first = self._first_line(fitted)
-            self.engine = Engine(fitted, drift=drift)
             self.model_digest = digest_of(fitted)
-            for line in self.ledger.lines[first:]:
+            first = self._first_line()
+            self.engine = Engine(fitted, drift=drift)
+            if first == 0:
+                own, certificate = self.model_digest, fitted.certificate
+                self._record("open", [], 0, own, certificate, "fit", None, None)
+            for line in self.ledger.lines[max(first, 1) :]:
                 self._replay(line)
         except BaseException:
             self.ledger.close()
@@ -293,13 +296,11 @@ class Desk:
             references_hash=None if references is None else commit_references(names, blind),
         )
 
-    def _first_line(self, fitted: Fitted) -> int:
-        """Where replay starts: after the last line that this model stands behind."""
-        own = digest_of(fitted)
+    def _first_line(self) -> int:
+        """Where replay starts: after the last line that this model stands behind; 0 for a new ledger."""
+        own = self.model_digest
         if not self.ledger.lines:
-            self.engine, self.model_digest = _Base(fitted), own  # type: ignore[assignment]
-            self._record("open", [], 0, own, fitted.certificate, "fit", None, None)
-            return 1
+            return 0
         for line in reversed(self.ledger.lines):
             if line["kind"] in ("open", "checkpoint") and line["model_after"] == own:
                 return line["sequence"]
@@ -352,13 +353,6 @@ class Desk:
 
     def _file_of(self, number: int) -> Path:
         return self.path / f"request-{number:08d}.npz"
-
-
-class _Base:
-    """Stands for the engine while the first line is written."""
-
-    def __init__(self, fitted: Fitted) -> None:
-        self.fitted = fitted
 
 
 def plain_certificate(certificate: Certificate) -> dict[str, Any]:

@@ -134,7 +134,7 @@ class Engine:
         assert anchor is not None
         assert gone is not None
         kept = (data.sample_weights > 0).astype(anchor.N.dtype)
-        scale, last = float(data.sample_weights.sum() / work.total), np.inf
+        scale, last, step = float(data.sample_weights.sum() / work.total), np.inf, 0
         for step in range(1, MAX_POLISH + 1):
             state = polish(anchor, gone, problem, state, kept, scale)
             norms = glance(anchor.op, anchor.majorant, anchor.kernel_diagonal, problem, state)

@@ -98,13 +98,17 @@ def one_less(
 ) -> tuple[Gone, State]:
     """Leave out one point of the given share of the weight; `kept` marks the points that are left."""
     dtype, count = anchor.N.dtype, gone.count
-    numbers = [np.asarray(value, dtype) for value in (share, problem.ridge)]
+    m: Any = np.asarray(share, dtype)
+    ridge: Any = np.asarray(problem.ridge, dtype)
+    left: Any = kept
+    Y: Any
+    YC: Any
     if isinstance(gone.Y, np.ndarray):
-        Y, YC, step = _on_host(anchor, gone, np.asarray(state.alpha), point, *numbers, kept)
+        Y, YC, step = _on_host(anchor, gone, np.asarray(state.alpha), point, m, ridge, left)
     else:
-        where = np.asarray([point, count], np.int32)
-        Y, YC, step = _on_device(gone.Y, gone.YC, gone.v, gone.force, anchor, state.alpha, where,
-                                 *numbers, kept)  # fmt: skip
+        where: Any = np.asarray([point, count], np.int32)
+        before = (gone.Y, gone.YC, gone.v, gone.force)
+        Y, YC, step = _on_device(*before, anchor, state.alpha, where, m, ridge, left)
     drift: Any = state.drift + step.drift
     xp: Any = np if isinstance(drift, np.generic) else jnp
     after = State(state.alpha + step.delta, state.k_alpha + step.k_delta, xp.asarray(drift))

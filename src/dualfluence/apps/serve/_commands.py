@@ -1,7 +1,7 @@
 """`dualfluence serve` and `dualfluence verify` on the command line."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,7 +19,10 @@ def register(app: typer.Typer) -> None:
         ledger: Annotated[Path, typer.Option(help="Folder of the ledger.")],
         network: Annotated[str, typer.Option(help=NETWORK)],
         ids: Annotated[Path | None, typer.Option(help="Names, one per line and point.")] = None,
-        references: Annotated[str, typer.Option(help="keep, pseudonymise or erase.")] = "keep",
+        references: Annotated[
+            Literal["keep", "pseudonymise", "erase"],
+            typer.Option(help="What lines say of persons."),
+        ] = "keep",
         host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
         x64: Annotated[bool, typer.Option(help="Compute in float64.")] = True,
