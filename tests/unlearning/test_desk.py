@@ -4,6 +4,8 @@ import dataclasses
 import errno
 import json
 import os
+import resource
+import signal
 import stat
 
 import jax.numpy as jnp
@@ -215,6 +217,31 @@ def test_a_disk_that_refuses_leaves_ledger_and_model_as_they_were(
         assert desk.model_digest == digest
         monkeypatch.setattr(desk.ledger, "_write", write)
         assert desk.remove([4]).sequence == 3
+
+
+def test_a_file_that_may_not_grow_is_a_clear_error_and_the_ledger_is_intact(fitted, tmp_path):
+    """The system's own refusal, in the middle of a line."""
+    with dfl.unlearning.open(tmp_path, fitted) as desk:
+        desk.remove([3])
+        digest, raw = desk.model_digest, (tmp_path / "ledger.jsonl").read_bytes()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (len(raw) + 100, hard))
+            with pytest.raises(LedgerError, match="not recorded and not applied"):
+                desk.remove([4])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+            signal.signal(signal.SIGXFSZ, handler)
+        assert (tmp_path / "ledger.jsonl").read_bytes() == raw
+        assert desk.model_digest == digest
+        assert desk.remove([4]).sequence == 3
+
+
+def test_a_folder_that_cannot_be_written_is_a_clear_error(fitted, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match="cannot open"):
+        dfl.unlearning.open(tmp_path / "file" / "desk", fitted)
 
 
 def test_a_checkpoint_is_a_new_start_without_the_removed_rows(p, fitted, tmp_path):

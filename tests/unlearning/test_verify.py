@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -105,6 +106,12 @@ def test_the_verifier_shares_no_code():
             names.add(node.module)
     allowed = {"hashlib", "json", "math", "numpy", "pathlib", "typing", "itertools"}
     assert names <= allowed | {"collections.abc", "dataclasses"}
+
+
+def test_a_missing_package_for_signatures_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    with pytest.raises(ImportError, match=r"dualfluence\[signing\]"):
+        dfl.unlearning.sign_documents(tmp_path, tmp_path / "s.sig", tmp_path / "key")
 
 
 def test_documents_say_what_is_not_covered(kept, tmp_path):

@@ -74,16 +74,16 @@ class Engine:
     def propose(self, edits: Sequence[AbstractEdit], until: float | None = None) -> Work:
         """The state after the edits; nothing changes until it is accepted."""
         data = apply_edits(list(edits), self.fitted.data, self.fitted.loss, self.fitted.num_outputs)
-        points = _removed(edits)
-        if points is None or points.size > MAX_BATCH or not can_anchor(self.fitted):
+        points, work = _removed(edits), self.work
+        if points is None or points.size > MAX_BATCH:
             return self._edited(edits, until)
-        if self.work.anchor is None:
-            if self.work.edits < REFRESH_AFTER:
+        if work.anchor is None:
+            if work.edits < REFRESH_AFTER or not can_anchor(work.fitted):
                 return self._edited(edits, until)
-            return self._left_out(anchored(self.fitted), points, data, until)
-        if self.work.gone.count + points.size > MAX_GONE:  # type: ignore[union-attr]
-            return self._left_out(anchored(self.fitted), points, data, until)
-        return self._left_out(self.work, points, data, until)
+            work = anchored(work.fitted)
+        elif work.gone is not None and work.gone.count + points.size > MAX_GONE:
+            work = anchored(work.fitted)
+        return self._left_out(work, points, data, until)
 
     def retrained(self) -> Work:
         """The model trained from scratch on what is left; the inverse is made anew by the rule."""

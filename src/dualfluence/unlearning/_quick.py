@@ -30,15 +30,15 @@ from ._anchor import HIGHEST, Anchor, Majorant
 class Gone(eqx.Module):
     """Points eliminated since the anchor.
 
-    - `Y`, `YC`: the updates of `N`, `(n·c, capacity·c)`; columns past `count` are scratch. On a CPU they are
-      arrays of the host, written in place.
+    - `Y`, `YC`: the updates of `N`, transposed: `(capacity·c, n·c)`. Rows past `count` are scratch. On a
+      CPU they are arrays of the host, written in place.
     - `v`: `Nα` of the anchor's `α` at the points that are left.
     - `force`: squared norm of the forces that `v` holds back at eliminated points.
     - `count`: points eliminated.
     """
 
-    Y: Float[AnyArray, "nc kc"]
-    YC: Float[AnyArray, "nc kc"]
+    Y: Float[AnyArray, "kc nc"]
+    YC: Float[AnyArray, "kc nc"]
     v: Float[AnyArray, "n c"]
     force: Float[AnyArray, ""]
     count: int = eqx.field(static=True)
@@ -46,7 +46,7 @@ class Gone(eqx.Module):
     @property
     def room(self) -> int:
         """Points that fit without new arrays."""
-        return self.Y.shape[1] // self.v.shape[1]
+        return self.Y.shape[0] // self.v.shape[1]
 
 
 class Step(NamedTuple):
@@ -70,14 +70,14 @@ def nothing_gone(anchor: Anchor, capacity: int) -> Gone:
     size, c = anchor.N.shape[0], anchor.alpha.shape[1]
     xp: Any = np if on_host() else jnp
     # Two arrays: a program that may overwrite its arguments must not get one of them twice.
-    Y, YC = (xp.zeros((size, capacity * c), anchor.N.dtype) for _ in range(2))
+    Y, YC = (xp.zeros((capacity * c, size), anchor.N.dtype) for _ in range(2))
     return Gone(Y, YC, xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype), 0)
 
 
 def with_room(gone: Gone, capacity: int) -> Gone:
     """The same with room for `capacity` points."""
     xp: Any = np if isinstance(gone.Y, np.ndarray) else jnp
-    more = ((0, 0), (0, capacity * gone.v.shape[1] - gone.Y.shape[1]))
+    more = ((0, capacity * gone.v.shape[1] - gone.Y.shape[0]), (0, 0))
     return Gone(xp.pad(gone.Y, more), xp.pad(gone.YC, more), gone.v, gone.force, gone.count)
 
 
@@ -129,18 +129,18 @@ def _on_host(
     c, used = alpha.shape[1], gone.count * alpha.shape[1]
     rows = slice(point * c, (point + 1) * c)
     N, hess, start = (np.asarray(a) for a in (anchor.N, anchor.hess, anchor.alpha))
-    own = YC[rows, :used]
-    column = N[rows].T + Y[:, :used] @ own.T
+    own = YC[:used, rows]
+    column = (N[rows] + own.T @ Y[:used]).T
     error = np.asarray(anchor.error)
     step = _step(np, column, own, start, hess, alpha, gone.v, gone.force, ridge, share, kept, point,
                  error)  # fmt: skip
-    Y[:, used : used + c], YC[:, used : used + c] = column, column @ step.C
+    Y[used : used + c], YC[used : used + c] = column.T, (column @ step.C).T
     return Y, YC, step
 
 
 def _device_step(
-    Y: Float[Array, "nc kc"],
-    YC: Float[Array, "nc kc"],
+    Y: Float[Array, "kc nc"],
+    YC: Float[Array, "kc nc"],
     v: Float[Array, "n c"],
     force: Float[Array, ""],
     anchor: Anchor,
@@ -152,14 +152,14 @@ def _device_step(
 ) -> tuple[Array, Array, Step]:
     with jax.default_matmul_precision("highest"):
         (point, count), c = where, alpha.shape[1]
-        before = (jnp.arange(Y.shape[1]) < count * c).astype(Y.dtype)
-        own = jax.lax.dynamic_slice_in_dim(YC, point * c, c) * before[None, :]
-        column = jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c).T + Y @ own.T
+        before = (jnp.arange(Y.shape[0]) < count * c).astype(Y.dtype)
+        own = jax.lax.dynamic_slice_in_dim(YC, point * c, c, axis=1) * before[:, None]
+        column = (jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c) + own.T @ Y).T
         step = _step(jnp, column, own, anchor.alpha, anchor.hess, alpha, v, force, ridge, share, kept,
                      point, anchor.error)  # fmt: skip
-        place = (jnp.zeros_like(count), count * c)
-        Y = jax.lax.dynamic_update_slice(Y, column, place)
-        YC = jax.lax.dynamic_update_slice(YC, column @ step.C, place)
+        place = (count * c, jnp.zeros_like(count))
+        Y = jax.lax.dynamic_update_slice(Y, column.T, place)
+        YC = jax.lax.dynamic_update_slice(YC, (column @ step.C).T, place)
     return Y, YC, step
 
 
@@ -194,7 +194,7 @@ def _step(
     others = (b - (hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
     delta = xp.where((xp.arange(n) == i)[:, None], -alpha, others)
     # What the error of N adds: the norm of what it is multiplied with, forces at eliminated points included.
-    held = own.T @ tau
+    held = own @ tau
     size = xp.sqrt((b**2).sum() + (tau**2).sum() + (held**2).sum() + scale**2 * force)
     pushed = C @ (column.T @ (start * kept[:, None]).reshape(-1))
     v = v + (column @ (pushed - start[i])).reshape(n, c)
@@ -234,8 +234,8 @@ def polish(
     host = isinstance(gone.Y, np.ndarray)
     used = gone.count * rho.shape[1]
     xp: Any = np if host else jnp
-    Y, YC = (gone.Y[:, :used], gone.YC[:, :used]) if host else (gone.Y, gone.YC)
-    inside = (xp.arange(Y.shape[1]) < used).astype(Y.dtype)
+    Y, YC = (gone.Y[:used], gone.YC[:used]) if host else (gone.Y, gone.YC)
+    inside = (xp.arange(Y.shape[0]) < used).astype(Y.dtype)
     arrays = (anchor.N, Y, YC, anchor.hess, rho, kept, anchor.error)
     numbers = [np.asarray(value, Y.dtype) for value in (scale, problem.ridge)]
     if host:
@@ -261,8 +261,8 @@ def _correct(
     """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and what the error of `N` adds to it."""
     rho = rho * scale * kept[:, None]
     flat = rho.reshape(-1)
-    held = (flat @ YC) * inside
-    k_delta = -(N @ flat + Y @ held).reshape(rho.shape)
+    held = (YC @ flat) * inside
+    k_delta = -(N @ flat + held @ Y).reshape(rho.shape)
     delta = (-rho - (hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
     return delta, k_delta, error * xp.sqrt((rho**2).sum() + (held**2).sum())
 
