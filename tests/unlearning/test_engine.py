@@ -151,10 +151,16 @@ def test_the_sketch_bounds_the_kernel(monkeypatch):
     p = problems.linear_problem(30, 2, 40, "softmax")
     op = cases.fit(p).kernel_op
     majorant = make_majorant(op)
-    L = np.asarray(majorant.features).reshape(60, -1)
+    L = np.asarray(majorant.features, float).reshape(60, -1)
     bound = L @ L.T + float(majorant.rest) * np.eye(60)
     # Semidefinite but for rounding of the sketch.
     assert np.linalg.eigvalsh(bound - np.asarray(op.dense())).min() >= -1e-9
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 1e-30):
+        v = scale * rng.normal(size=(30, 2))
+        low, high = (v.ravel() @ each @ v.ravel() for each in (np.asarray(op.dense()), bound))
+        # The slack is 64 units of float32 over the norm of L, at most 1e-4 of the bound here.
+        assert low <= float(majorant.square(op, jnp.asarray(v))) <= (1 + 1e-4) * high
 
 
 def test_a_gap_and_a_missing_certificate_are_carried_on():

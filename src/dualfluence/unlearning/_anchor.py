@@ -35,24 +35,37 @@ POWER_STEPS, POWER_SHARE = 60, 2 / 3
 random start reaches but for a chance below `√(n·c)·(2/3)^59.5`, 3e-9 at 10⁴ (Kuczyński and Woźniakowski,
 1992, theorem 4.1)."""
 
+SLACK = 64.0
+"""Units of float32's rounding, over the norm of `L`, that a product with it may be off by. Doubled, nothing
+changes that matters: it is a thousandth of what the rest adds."""
+
 PROBES, PROBE_SAFETY = 16, 2.0
 """Random vectors that measure how far `N` is from `KA⁻¹` row by row, and the factor on what they show:
 16 squares fall below a quarter of their mean with a chance of 1e-4."""
 
 
 class Majorant(eqx.Module):
-    """`K ≼ LLᵀ + eI`, so that `ρᵀKρ` is bounded by a thin product; or `K` itself where it is small."""
+    """`K ≼ LLᵀ + eI`, so that `ρᵀKρ` is bounded by a thin product; or `K` itself where it is small.
+
+    - `features`: `L` in float32, which is read at every request; `None` for `K` itself.
+    - `rest`: `e`, for `L` as it is stored.
+    - `slack`: what rounding of `Lᵀρ` can add to its norm, for a `ρ` of norm one.
+    """
 
     features: Float[Array, "n c r"] | None
     rest: Float[Array, ""]
+    slack: Float[Array, ""]
 
     def square(self, op: AbstractKernelOperator, v: Float[Array, "n c"]) -> Float[Array, ""]:
         """At least `vᵀKv`."""
         if self.features is None:
             return jnp.sum(v * op.mv(v))
         L = self.features.reshape(-1, self.features.shape[2])
-        inner = jnp.dot(v.reshape(-1), L, precision=HIGHEST)
-        return jnp.sum(inner**2) + self.rest * jnp.sum(v**2)
+        norm = jnp.linalg.norm(v)
+        # Scaled first: squares of a small residual would leave the range of float32.
+        unit = (v / jnp.where(norm > 0, norm, 1)).astype(L.dtype).reshape(-1)
+        inner = jnp.linalg.norm(jnp.dot(unit, L, precision=HIGHEST)).astype(v.dtype)
+        return norm**2 * ((inner + self.slack) ** 2 + self.rest)
 
 
 class Anchor(eqx.Module):
@@ -101,12 +114,20 @@ def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
 def make_majorant(op: DenseOperator | KroneckerOperator) -> Majorant:
     """A sketch of a dense `K` and the norm of the rest; a Kronecker `K` multiplies fast as it is."""
     if isinstance(op, KroneckerOperator):
-        return Majorant(None, jnp.zeros((), op.dtype))
+        return _itself(op)
     size = op.num_points * op.num_outputs
     if size <= 4 * BOUND_RANK:
-        return Majorant(None, jnp.zeros((), op.dtype))
+        return _itself(op)
     sketch = spectral_preconditioner(op, BOUND_RANK, jax.random.key(0), 2)
-    return Majorant(sketch.features, _rest_norm(op, sketch) / POWER_SHARE)
+    L = sketch.features.astype(jnp.float32)
+    stored = SpectralPreconditioner(L.astype(op.dtype))
+    slack = SLACK * float(jnp.finfo(jnp.float32).eps) * jnp.linalg.norm(stored.features)
+    return Majorant(L, _rest_norm(op, stored) / POWER_SHARE, slack)
+
+
+def _itself(op: DenseOperator | KroneckerOperator) -> Majorant:
+    zero = jnp.zeros((), op.dtype)
+    return Majorant(None, zero, zero)
 
 
 @filter_jit
