@@ -13,6 +13,7 @@ from . import operators as operators
 from . import primal as primal
 from . import solvers as solvers
 from . import store as store
+from . import unlearning as unlearning
 from ._plan import PlanError as PlanError
 from ._plan import plan as plan
 from ._support.checks import NotFinite as NotFinite

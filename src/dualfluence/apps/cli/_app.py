@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..serve._commands import register as register_serve
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -237,3 +239,7 @@ def _demo_table(result: dict[str, Any]) -> "Table":
             f"{o['test_accuracy']:.3f}",
         )
     return table
+
+
+# Commands that live with what they show; their modules import what is heavy when they run.
+register_serve(app)

@@ -1,0 +1,204 @@
+"""The server's routes: JSON in, JSON out, nothing from the client that names a file.
+
+State changes go through one thread, in the order in which they came; reads go through others, on the model
+as it stands when they start.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..._version import __version__
+from ...dual._record import NotConverged
+from ...unlearning import Desk, LedgerError
+from ...unlearning._desk import plain_certificate
+from ._token import is_authorised
+
+MAX_BODY = 8 * 2**20
+"""Bytes of a request's body."""
+
+MAX_TAIL = 1000
+"""Lines of the ledger in one answer."""
+
+READERS = 2
+"""Reads at the same time."""
+
+
+class Refused(Exception):
+    """A request that is not served, with its status and the reason in words."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class Service:
+    """A desk and the threads that serve it."""
+
+    def __init__(self, desk: Desk, token: str, max_body: int) -> None:
+        self.desk, self.token, self.max_body = desk, token, max_body
+        self.writer = ThreadPoolExecutor(1, "writer")
+        self.readers = ThreadPoolExecutor(READERS, "reader")
+
+    async def remove(self, request: Request) -> Response:
+        body = await self._body(request, {"ids", "until"})
+        ids, until = _ids(body), _until(body)
+        return await self._in_order(lambda: _shown(self.desk.remove(ids, until=until)))
+
+    async def preview(self, request: Request) -> Response:
+        # In order as well: a preview uses the writer's work space.
+        body = await self._body(request, {"ids", "until"})
+        ids, until = _ids(body), _until(body)
+        return await self._in_order(lambda: _shown(self.desk.preview(ids, until=until)))
+
+    async def predict(self, request: Request) -> Response:
+        body = await self._body(request, {"x"})
+        x = _array(body, "x")
+        model = self.desk.model
+        return await self._read(lambda: {"outputs": np.asarray(model.predict(x)).tolist()})
+
+    async def attribute(self, request: Request) -> Response:
+        body = await self._body(request, {"x", "y"})
+        x, y = _array(body, "x"), _array(body, "y", integers=True)
+        model = self.desk.model
+        return await self._read(
+            lambda: {"values": np.asarray(model.attribute(x, y).values).tolist()}
+        )
+
+    async def tail(self, request: Request) -> Response:
+        self._authorise(request)
+        given = request.query_params.get("lines", "20")
+        if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_TAIL):
+            raise Refused(400, f"lines must be a whole number from 1 to {MAX_TAIL}")
+        lines = self.desk.ledger.lines[-int(given) :]
+        hidden = [{k: v for k, v in line.items() if k != "references"} for line in lines]
+        return JSONResponse({"lines": hidden})
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "version": __version__})
+
+    def _authorise(self, request: Request) -> None:
+        if not is_authorised(request.headers.get("authorization"), self.token):
+            raise Refused(401, "a bearer token is required")
+
+    async def _body(self, request: Request, fields: set[str]) -> dict[str, Any]:
+        """The JSON object of an authorised request, no larger than allowed, with known fields only."""
+        self._authorise(request)
+        raw = bytearray()
+        async for piece in request.stream():
+            raw += piece
+            if len(raw) > self.max_body:
+                raise Refused(413, f"the body may have {self.max_body} bytes")
+        try:
+            body = json.loads(bytes(raw), parse_constant=_no_constants)
+        except (ValueError, RecursionError):
+            raise Refused(400, "the body is not JSON") from None
+        if not isinstance(body, dict) or not set(body) <= fields:
+            raise Refused(400, f"expected an object with the fields {', '.join(sorted(fields))}")
+        return body
+
+    async def _in_order(self, work: Callable[[], dict[str, Any]]) -> Response:
+        return await self._run(self.writer, work)
+
+    async def _read(self, work: Callable[[], dict[str, Any]]) -> Response:
+        return await self._run(self.readers, work)
+
+    async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], dict[str, Any]]) -> Response:
+        loop = asyncio.get_running_loop()
+        try:
+            # A client that goes away does not stop work that has begun.
+            return JSONResponse(await asyncio.shield(loop.run_in_executor(pool, work)))
+        except LedgerError as error:
+            raise Refused(507, str(error)) from error
+        except KeyError as error:
+            raise Refused(404, str(error.args[0])) from error
+        except NotConverged as error:
+            raise Refused(422, str(error)) from error
+        except (ValueError, TypeError) as error:
+            raise Refused(400, str(error)) from error
+
+    def stop(self) -> None:
+        """Finish what has begun, then let go of the ledger."""
+        self.writer.shutdown(wait=True)
+        self.readers.shutdown(wait=True)
+        self.desk.close()
+
+
+def make_app(desk: Desk, token: str, *, max_body: int = MAX_BODY) -> Starlette:
+    """The server's application. No header allows other origins: browsers keep other pages out."""
+    service = Service(desk, token, max_body)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        service.stop()
+
+    async def refused(_: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
+        return JSONResponse({"error": error.reason}, error.status, headers)
+
+    async def failed(_: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        return JSONResponse({"error": "no such thing here" if status == 404 else "refused"}, status)
+
+    routes = [
+        Route("/remove", service.remove, methods=["POST"]),
+        Route("/preview", service.preview, methods=["POST"]),
+        Route("/predict", service.predict, methods=["POST"]),
+        Route("/attribute", service.attribute, methods=["POST"]),
+        Route("/ledger", service.tail, methods=["GET"]),
+        Route("/health", service.health, methods=["GET"]),
+    ]
+    handlers: Any = {Refused: refused, HTTPException: failed, Exception: failed}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+
+
+def _shown(answer: Any) -> dict[str, Any]:
+    return {
+        "sequence": answer.sequence,
+        "certificate": plain_certificate(answer.certificate),
+        "how": answer.how,
+        "model": answer.model_digest,
+        "seconds": answer.seconds,
+    }
+
+
+def _ids(body: dict[str, Any]) -> list[Any]:
+    ids = body.get("ids")
+    if not isinstance(ids, list) or not ids or not all(type(each) in (str, int) for each in ids):
+        raise Refused(400, "ids must be a list of names, each text or a whole number")
+    return ids
+
+
+def _until(body: dict[str, Any]) -> float | None:
+    until = body.get("until")
+    if until is None:
+        return None
+    if type(until) not in (int, float) or not 0 < until < float("inf"):
+        raise Refused(400, "until must be a positive distance")
+    return float(until)
+
+
+def _array(body: dict[str, Any], name: str, *, integers: bool = False) -> np.ndarray:
+    try:
+        array = np.asarray(body[name])
+    except (KeyError, ValueError):
+        raise Refused(400, f"{name} must be a list of rows of numbers of one length") from None
+    if array.dtype.kind not in "if" or array.size == 0:
+        raise Refused(400, f"{name} must be a list of rows of numbers of one length")
+    return array if integers else array.astype(float)
+
+
+def _no_constants(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,77 @@
+"""`dualfluence serve` and `dualfluence verify` on the command line."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+NETWORK = (
+    "module:function that returns (apply_fn, params) or a kernel: what the file was fitted with."
+)
+
+
+def register(app: typer.Typer) -> None:
+    """Add both commands."""
+
+    @app.command(name="serve")
+    def serve_command(
+        model: Annotated[Path, typer.Argument(help="File of the fitted model.")],
+        ledger: Annotated[Path, typer.Option(help="Folder of the ledger.")],
+        network: Annotated[str, typer.Option(help=NETWORK)],
+        ids: Annotated[Path | None, typer.Option(help="Names, one per line and point.")] = None,
+        references: Annotated[
+            Literal["keep", "pseudonymise", "erase"],
+            typer.Option(help="What lines say of persons."),
+        ] = "keep",
+        host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+        port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
+        x64: Annotated[bool, typer.Option(help="Compute in float64.")] = True,
+    ) -> None:
+        """Serve requests to a model: remove, preview, predict, attribute, ledger, health."""
+        import jax
+
+        if x64:
+            jax.config.update("jax_enable_x64", True)
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise typer.BadParameter(
+                "serve needs an extra. Install it with: pip install 'dualfluence[serve]'"
+            ) from error
+        from ...unlearning import open as open_desk
+        from ._app import make_app
+        from ._model import load_fitted, read_names
+        from ._token import read_token
+
+        ledger.mkdir(parents=True, exist_ok=True)
+        token = read_token(ledger / "token")
+        desk = open_desk(
+            ledger, load_fitted(model, network), ids=read_names(ids), references=references
+        )
+        for note in desk.notes:
+            typer.echo(f"note: {note}")
+        typer.echo(f"listening at http://{host}:{port}; the token is in {ledger / 'token'}")
+        uvicorn.run(make_app(desk, token), host=host, port=port, log_level="warning")
+
+    @app.command(name="verify")
+    def verify_command(
+        ledger: Annotated[Path, typer.Argument(help="Ledger, or its folder.")],
+        model: Annotated[Path | None, typer.Option(help="Model saved by a checkpoint.")] = None,
+        documents: Annotated[
+            Path | None, typer.Option(help="Folder for certificate documents.")
+        ] = None,
+    ) -> None:
+        """Check a ledger's chain and a model's certificate with NumPy alone."""
+        from ...unlearning import verify
+        from ...unlearning._documents import write_documents
+        from ...unlearning._ledger import read_lines
+
+        report = verify(ledger, model)
+        typer.echo(report.summary())
+        if not report.valid:
+            raise typer.Exit(1)
+        if documents is not None:
+            path = ledger / "ledger.jsonl" if ledger.is_dir() else ledger
+            for line in read_lines(path)[0]:
+                write_documents(line, documents)
+            typer.echo(f"documents in {documents}")

@@ -1,0 +1,411 @@
+"""A desk for requests: every answer is as if retrained on what was asked so far, and on record."""
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._support.files import FileError
+from .._version import __version__
+from ..dual._fitted import Fitted
+from ..problem._certificate import Certificate
+from ..problem._edits import AbstractEdit
+from ._engine import Engine, Work
+from ._ids import Ids, as_names
+from ._ledger import FORMAT, Ledger, LedgerError, References, commit_references
+from ._payload import digest_of, edits_of, read_payload, write_payload
+
+MODES = ("keep", "pseudonymise", "erase")
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a request came to.
+
+    - `sequence`: its line of the ledger, or `None` for a preview.
+    - `certificate`: how far the model can be from retraining on what is left.
+    - `how`: closed form, further steps, or `edit`.
+    - `model`: the model after the request; parameters and predictions are computed when asked for.
+    - `model_digest`: its SHA-256.
+    - `seconds`: from request to answer, the disk included.
+    """
+
+    sequence: int | None
+    certificate: Certificate
+    how: str
+    model: Fitted
+    model_digest: str
+    seconds: float
+
+    def params(self) -> PyTree:
+        """`θ₀ + Jᵀα` after the request."""
+        return self.model.params()
+
+    def predict(self, xq: Any) -> Float[Array, "q c"]:
+        """Outputs at query points after the request."""
+        return self.model.predict(xq)
+
+
+def open(
+    path: Any,
+    fitted: Fitted,
+    *,
+    ids: Iterable[str | int] | None = None,
+    references: References = "keep",
+    drift: float = 1e-2,
+    clock: Callable[[], float] = time.time,
+) -> "Desk":
+    """Open the desk of a model in a folder, replaying what its ledger holds.
+
+    **Arguments:**
+
+    - `path`: folder of the ledger; made if it is not there. One desk at a time holds it.
+    - `fitted`: the model that the ledger began with, or one of its checkpoints.
+    - `ids`: one name per training point, by default its position as text. A name is never used twice.
+    - `references`: what lines say of who asked: salted hashes (`"keep"`), row numbers (`"pseudonymise"`), or
+      nothing (`"erase"`).
+    - `drift`: without `until`, a request is answered to this share of `‖θ − θ₀‖`.
+    """
+    return Desk(Path(path), fitted, ids, references, drift, clock)
+
+
+class Desk:
+    """Requests to one model, in order; see `open`."""
+
+    def __init__(
+        self,
+        path: Path,
+        fitted: Fitted,
+        ids: Iterable[str | int] | None,
+        references: str,
+        drift: float,
+        clock: Callable[[], float],
+    ) -> None:
+        if references not in MODES:
+            raise ValueError(f"open: references must be one of {MODES}, got {references!r}.")
+        if not 0 < drift < np.inf:
+            raise ValueError(f"open: drift must be a positive share of ‖θ − θ₀‖, got {drift}.")
+        self.path, self.references, self._clock = path, references, clock
+        self.ledger, self.notes = Ledger(path / "ledger.jsonl"), []
+        self._turn = threading.RLock()
+        try:
+            names = as_names(fitted.data.num_points, ids)
+            self.ids = Ids(names, _salt(path / "salt"), fitted.data.sample_weights)
+            if self.ledger.torn:
+                self.notes.append(
+                    "a torn last line was dropped: its request was never acknowledged"
+                )
+            self.model_digest = digest_of(fitted)
+            first = self._first_line()
+            self.engine = Engine(fitted, drift=drift)
+            if first == 0:
+                own, certificate = self.model_digest, fitted.certificate
+                self._record("open", [], 0, own, certificate, "fit", None, None)
+            for line in self.ledger.lines[max(first, 1) :]:
+                self._replay(line)
+        except BaseException:
+            self.ledger.close()
+            raise
+
+    def __enter__(self) -> "Desk":
+        return self
+
+    def __exit__(self, *unused: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the ledger."""
+        self.ledger.close()
+
+    @property
+    def model(self) -> Fitted:
+        """The model as it is now."""
+        return self.engine.fitted
+
+    @property
+    def certificate(self) -> Certificate:
+        """How far it can be from retraining."""
+        return self.model.certificate
+
+    def remove(self, ids: Any, *, until: float | None = None) -> Answer:
+        """Leave points out for good, to a certified distance of at most `until`."""
+        return self._answer("remove", _listed(ids), {}, until)
+
+    def relabel(self, ids: Any, targets: Any, *, until: float | None = None) -> Answer:
+        """Give points new targets."""
+        return self._answer("relabel", _listed(ids), {"targets": np.asarray(targets)}, until)
+
+    def correct(
+        self, ids: Any, x: Any, targets: Any = None, *, until: float | None = None
+    ) -> Answer:
+        """Give points new features, and targets if given (feature unlearning, Warnecke et al., 2023)."""
+        arrays = {"x": np.asarray(x)}
+        if targets is not None:
+            arrays["targets"] = np.asarray(targets)
+        return self._answer("correct", _listed(ids), arrays, until)
+
+    def add(self, ids: Any, x: Any, targets: Any, *, until: float | None = None) -> Answer:
+        """Add points under names that were never used."""
+        arrays = {"x": np.asarray(x), "targets": np.asarray(targets)}
+        return self._answer("add", _listed(ids), arrays, until)
+
+    def preview(
+        self, ids: Any, *, kind: str = "remove", until: float | None = None, **arrays: Any
+    ) -> Answer:
+        """What a request would come to. Nothing is written, nothing changes."""
+        start = time.perf_counter()
+        given = {name: np.asarray(value) for name, value in arrays.items()}
+        with self._turn:
+            edits, _ = self._edits(kind, _listed(ids), given)
+            work = self.engine.propose(edits, until)
+        return _answered(None, work, digest_of(work.fitted), start)
+
+    def checkpoint(self, path: Any, *, include_kernel: bool = False) -> Path:
+        """Save the model without the rows of removed points, and let the desk start from that file later.
+
+        The contents of earlier requests (new features and labels) are deleted from the desk's folder.
+        """
+        with self._turn:
+            fitted = self.model.without_spare_rows()
+            gone = (fitted.data.sample_weights == 0).any()
+            fitted = fitted.purge() if gone else fitted
+            fitted.save(path, include_kernel=include_kernel)
+            self._record(
+                "checkpoint", [], 0, digest_of(fitted), fitted.certificate, "saved", None, None
+            )
+            self.engine = Engine(fitted, drift=self.engine.drift)
+            self.model_digest = digest_of(fitted)
+            for file in self.path.glob("request-*.npz"):
+                file.unlink()
+        return Path(path)
+
+    def retrain(self) -> Answer:
+        """Train from scratch on what is left, to what the dtype can give."""
+        start = time.perf_counter()
+        with self._turn:
+            work = self.engine.retrained()
+            after, number = digest_of(work.fitted), len(self.ledger.lines) + 1
+            self._record("retrain", [], 0, after, work.fitted.certificate, work.how, None, None)
+            self._apply("retrain", [], [], work, after)
+        return _answered(number, work, after, start)
+
+    def record_publication(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Write what a release of perturbed parameters spent."""
+        with self._turn:
+            certificate = self.certificate
+            return self._record(
+                "publish", [], 0, self.model_digest, certificate, "perturbed", None, None, fields
+            )
+
+    def _answer(
+        self, kind: str, ids: list[Any], arrays: dict[str, np.ndarray], until: float | None
+    ) -> Answer:
+        start = time.perf_counter()
+        with self._turn:
+            edits, rows = self._edits(kind, ids, arrays)
+            work = self.engine.propose(edits, until)
+            after, number = digest_of(work.fitted), len(self.ledger.lines) + 1
+            stored = None
+            if arrays or self.references == "erase":
+                names = [self.ids.reference(name) for name in ids] if kind == "add" else []
+                stored = write_payload(self._file_of(number), rows, names, arrays)
+            references = self._references(kind, ids, rows)
+            self._record(
+                kind, references, len(ids), after, work.fitted.certificate, work.how, until, stored
+            )
+            self._apply(kind, ids, rows, work, after)
+        return _answered(number, work, after, start)
+
+    def _edits(
+        self, kind: str, ids: list[Any], arrays: dict[str, np.ndarray]
+    ) -> tuple[list[AbstractEdit], list[int]]:
+        if kind not in ("remove", "relabel", "correct", "add"):
+            raise ValueError(
+                f"preview: kind must be remove, relabel, correct or add, got {kind!r}."
+            )
+        if kind == "add":
+            self.ids.check_new(ids)
+            return edits_of(kind, [], arrays), []
+        rows = self.ids.rows(ids)
+        return edits_of(kind, rows, arrays), rows
+
+    def _apply(self, kind: str, names: list[Any], rows: list[int], work: Work, after: str) -> None:
+        """Make an answer the state; nothing in here can fail."""
+        before = self.model.data.num_points
+        self.engine.accept(work)
+        self.model_digest = after
+        if kind == "remove":
+            self.ids.remove(rows)
+        elif kind == "add":
+            self.ids.add(names, before)
+        elif kind == "correct":
+            self.ids.move(rows, before)
+
+    def _references(self, kind: str, ids: list[Any], rows: list[int]) -> list[str] | None:
+        if self.references == "erase":
+            return None
+        if self.references == "pseudonymise":
+            first = self.model.data.num_points
+            return [str(row) for row in (rows or range(first, first + len(ids)))]
+        return [self.ids.reference(name) for name in ids]
+
+    def _record(
+        self,
+        kind: str,
+        references: list[str] | None,
+        count: int,
+        after: str,
+        certificate: Certificate,
+        how: str,
+        until: float | None,
+        payload: str | None,
+        removal: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        blind = secrets.token_hex(16)
+        names = references or []
+        return self.ledger.append(
+            format=FORMAT,
+            kind=kind,
+            count=count,
+            time=_stamp(self._clock()),
+            until=until,
+            model_before=self.model_digest,
+            model_after=after,
+            certificate=plain_certificate(certificate),
+            how=how,
+            payload=payload,
+            removal=removal,
+            software={
+                "dualfluence": __version__,
+                "jax": jax.__version__,
+                "numpy": version("numpy"),
+            },
+            device=_device(),
+            references_mode=self.references,
+            references=None if references is None else {"names": names, "blind": blind},
+            references_hash=None if references is None else commit_references(names, blind),
+        )
+
+    def _first_line(self) -> int:
+        """Where replay starts: after the last line that this model stands behind; 0 for a new ledger."""
+        own = self.model_digest
+        if not self.ledger.lines:
+            return 0
+        for line in reversed(self.ledger.lines):
+            if line["kind"] in ("open", "checkpoint") and line["model_after"] == own:
+                return line["sequence"]
+        raise LedgerError(
+            f"ledger: {self.ledger.path} is about another model: neither its first line nor a checkpoint "
+            f"has the digest {own[:12]}…. Give the model it began with, or its last checkpoint."
+        )
+
+    def _replay(self, line: dict[str, Any]) -> None:
+        kind, number = line["kind"], line["sequence"]
+        if kind in ("open", "checkpoint", "publish"):
+            return
+        stored = read_payload(self._file_of(number), line["payload"], number)
+        if stored is None and line["references"] is None:
+            raise LedgerError(
+                f"ledger: the references of line {number} were erased. Open the desk with a checkpoint "
+                "that was made after it."
+            )
+        names = line["references"] and line["references"]["names"]
+        if stored is not None:
+            rows, added, arrays = stored
+        else:
+            added, arrays = [], {}
+            pseudonyms = line["references_mode"] == "pseudonymise"
+            rows = [int(name) for name in names] if pseudonyms else self.ids.rows_of(names)
+        if kind == "retrain":
+            work = self.engine.retrained()
+        else:
+            work = self.engine.propose(edits_of(kind, rows, arrays), line["until"])
+        after = digest_of(work.fitted)
+        if after != line["model_after"]:
+            self._differs(line, work)
+        self._apply(kind, [], rows, work, line["model_after"])
+        if kind == "add":
+            self.ids.add_references(added, work.fitted.data.num_points - len(added))
+
+    def _differs(self, line: dict[str, Any], work: Work) -> None:
+        """Other bits than the line says: told if that is rounding, refused if it is another model."""
+        claimed, own = line["certificate"]["parameter_norm"], work.fitted.certificate.parameter_norm
+        slack = float(np.sqrt(np.finfo(work.fitted.offset.dtype).eps))
+        if not abs(own - claimed) <= slack * abs(claimed):
+            raise LedgerError(
+                f"ledger: replaying line {line['sequence']} gives another model than it says: a norm of "
+                f"{own:.9g} instead of {claimed:.9g}. Were other data or settings given to open?"
+            )
+        self.notes.append(
+            f"line {line['sequence']} was made by other software, another device or another number of "
+            "threads; replayed here it differs in rounding"
+        )
+
+    def _file_of(self, number: int) -> Path:
+        return self.path / f"request-{number:08d}.npz"
+
+
+def plain_certificate(certificate: Certificate) -> dict[str, Any]:
+    """The certificate's numbers for JSON; a bound that there is not is `null`."""
+    bound = certificate.distance_bound
+    return {
+        "distance_bound": bound if np.isfinite(bound) else None,
+        "gradient_norm": certificate.gradient_norm,
+        "rounding": certificate.rounding,
+        "parameter_norm": certificate.parameter_norm,
+        "ridge": certificate.ridge,
+        "gap": certificate.gap,
+        "certified": certificate.certified,
+    }
+
+
+def _answered(sequence: int | None, work: Work, after: str, start: float) -> Answer:
+    certificate = work.fitted.certificate
+    seconds = time.perf_counter() - start
+    return Answer(sequence, certificate, work.how, work.fitted, after, seconds)
+
+
+def _listed(ids: Any) -> list[Any]:
+    """One name or several, as a list."""
+    if isinstance(ids, (str, int, np.integer)):
+        return [ids]
+    return list(ids)
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def _device() -> str:
+    device = jax.devices()[0]
+    return f"{device.platform} {device.device_kind}"
+
+
+def _salt(path: Path) -> bytes:
+    """The folder's secret, made at first use and readable by its owner alone."""
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        salt = bytes.fromhex(path.read_text("ascii"))
+        if len(salt) != 32:
+            raise FileError(f"{path}: not a salt of this desk. Restore it from a copy.") from None
+        return salt
+    salt = secrets.token_bytes(32)
+    with os.fdopen(handle, "w", encoding="ascii") as file:
+        file.write(salt.hex())
+        file.flush()
+        os.fsync(file.fileno())
+    return salt
+
+
+__all__ = ["Answer", "Desk", "open", "plain_certificate"]

@@ -1,0 +1,88 @@
+"""One request as two documents: `certificate.json` for programs, one page of HTML for people."""
+
+import html
+import json
+from pathlib import Path
+from typing import Any
+
+from .._support.files import write_atomically
+
+GUARANTEE = (
+    "The model is within the stated distance, in its parameters (for a kernel: in the norm of its function "
+    "space), of the model that training from scratch on the retained points would give. Rounding is "
+    "estimated to first order and is part of the bound."
+)
+
+NOT_COVERED = (
+    "Networks that are not linear in their parameters: the statement is about the linearised model.",
+    "The parameters at which a network was linearised, if they were trained on the removed points.",
+    "Copies elsewhere: backups, logs, caches, exports, and the operator's own data.",
+    "Models and predictions already published.",
+    "Choices made with the removed points: architecture, ridge, features, which points to keep.",
+)
+
+
+def write_documents(line: dict[str, Any], folder: Any) -> dict[str, Path]:
+    """Write both documents of a ledger's line into `folder`; returns their paths."""
+    stem = f"certificate-{line['sequence']:08d}"
+    paths = {kind: Path(folder) / f"{stem}.{kind}" for kind in ("json", "html")}
+    document = {"line": line, "guarantee": GUARANTEE, "not_covered": list(NOT_COVERED)}
+    text = json.dumps(document, indent=2, sort_keys=True) + "\n"
+    write_atomically(paths["json"], lambda file: file.write(text.encode()))
+    page = _page(line)
+    write_atomically(paths["html"], lambda file: file.write(page.encode()))
+    return paths
+
+
+def sign_documents(folder: Any, signature: Any, private_key: Any) -> None:
+    """Sign a folder of documents with an elliptic-curve key by the `model-signing` package."""
+    try:
+        from model_signing import signing  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise ImportError(
+            "sign_documents: signatures need the package model-signing, which is an extra. Install it "
+            "with: pip install 'dualfluence[signing]'"
+        ) from error
+    config = signing.Config().use_elliptic_key_signer(private_key=Path(private_key))
+    config.sign(Path(folder), Path(signature))
+
+
+def _page(line: dict[str, Any]) -> str:
+    claim = line["certificate"]
+    bound = "none" if claim["distance_bound"] is None else f"{claim['distance_bound']:.6g}"
+    rows = {
+        "Request": f"{line['kind']}, {line['count']} points",
+        "Line": line["sequence"],
+        "Time": line["time"],
+        "Distance to retraining at most": bound,
+        "Size of the model ‖θ − θ₀‖": f"{claim['parameter_norm']:.6g}",
+        "Rounding, part of the bound": f"{claim['rounding'] / claim['ridge']:.3g}",
+        "How": line["how"],
+        "Model before": line["model_before"],
+        "Model after": line["model_after"],
+        "Hash of this line": line["hash"],
+        "Hash of the line before": line["before"],
+        "Software": ", ".join(f"{name} {value}" for name, value in line["software"].items()),
+        "Device": line["device"],
+    }
+    cells = "\n".join(
+        f"<tr><th>{html.escape(name)}</th><td>{html.escape(str(value))}</td></tr>"
+        for name, value in rows.items()
+    )
+    missing = "\n".join(f"<li>{html.escape(text)}</li>" for text in NOT_COVERED)
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>Certificate {line["sequence"]}</title>
+<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:48rem;margin:2rem auto;padding:0 1rem}}
+th{{text-align:left;padding-right:1rem;vertical-align:top}}td{{word-break:break-all}}</style></head>
+<body><h1>Certificate of a request</h1>
+<p>{html.escape(GUARANTEE)}</p>
+<table>
+{cells}
+</table>
+<h2>Not covered</h2>
+<ul>
+{missing}
+</ul>
+<p>Check it: <code>dualfluence verify LEDGER --model MODEL</code></p>
+</body></html>
+"""

@@ -1,0 +1,214 @@
+"""Requests turned into states: by the anchor's inverse where that is near enough, else by `edit`.
+
+The rule is a function of the requests alone, never of clocks, so that a replay decides the same:
+
+- A removal of up to `MAX_BATCH` points takes the closed form from the anchor's inverse.
+- Where its certificate exceeds the limit, steps with the same inverse follow as long as each halves the
+  bound; then true products with `K` instead of estimates; then `edit`, after which the inverse is made anew.
+- The inverse is made anew as well after `MAX_GONE` points.
+- Every other request goes through `edit`. It leaves the inverse behind; removals go through `edit` too until
+  `REFRESH_AFTER` of them have come, and the next one makes a new inverse.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..dual._fitted import Fitted
+from ..problem._certificate import Certificate
+from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
+from ..problem._objective import Problem, State
+from ._anchor import Anchor, can_anchor, make_anchor
+from ._quick import Gone, glance, measure, nothing_gone, one_less, polish, with_room
+
+MAX_BATCH = 16
+"""Points in one request up to which each is left out by itself. Doubled, larger requests avoid `edit`."""
+
+MAX_GONE = 256
+"""Points left out since the last factorisation. Doubled, each removal reads twice as much in the end."""
+
+FIRST_ROOM = 16
+"""Points that there is room for at first; four times as many whenever it is used up."""
+
+MAX_POLISH = 6
+"""Steps with the old inverse before a new one is made."""
+
+REFRESH_AFTER = 8
+"""Removals by `edit` after which an inverse pays: it costs about as much as so many of them."""
+
+
+class Work(NamedTuple):
+    """Everything that a request may change.
+
+    - `fitted`: the model as it is.
+    - `anchor`, `gone`: the inverse and what was eliminated from it; `None` where there is none.
+    - `total`: sum of sample weights at the anchor.
+    - `edits`: removals by `edit` since the inverse was lost.
+    - `how`: how the last request was answered.
+    """
+
+    fitted: Fitted
+    anchor: Anchor | None
+    gone: Gone | None
+    total: float
+    edits: int
+    how: str
+
+
+class Engine:
+    """A model that answers requests; `propose` computes, `accept` makes it so."""
+
+    def __init__(self, fitted: Fitted, *, drift: float = 1e-2) -> None:
+        self.drift = drift
+        self.work = (
+            anchored(fitted) if can_anchor(fitted) else Work(fitted, None, None, 0.0, 0, "fit")
+        )
+
+    @property
+    def fitted(self) -> Fitted:
+        return self.work.fitted
+
+    def propose(self, edits: Sequence[AbstractEdit], until: float | None = None) -> Work:
+        """The state after the edits; nothing changes until it is accepted."""
+        data = apply_edits(list(edits), self.fitted.data, self.fitted.loss, self.fitted.num_outputs)
+        points, work = _removed(edits), self.work
+        if points is None or points.size > MAX_BATCH:
+            return self._edited(edits, until)
+        if work.anchor is None:
+            if work.edits < REFRESH_AFTER or not can_anchor(work.fitted):
+                return self._edited(edits, until)
+            work = anchored(work.fitted)
+        elif work.gone is not None and work.gone.count + points.size > MAX_GONE:
+            work = anchored(work.fitted)
+        return self._left_out(work, points, data, until)
+
+    def retrained(self) -> Work:
+        """The model trained from scratch on what is left; the inverse is made anew by the rule."""
+        fitted = self.fitted.retrain([], progress=False).commit()
+        return Work(fitted, None, None, 0.0, 0, "retraining")
+
+    def accept(self, work: Work) -> None:
+        """Make a proposal the state."""
+        self.work = work
+
+    def _left_out(
+        self, work: Work, points: np.ndarray, data: TrainingSet, until: float | None
+    ) -> Work:
+        anchor, gone = work.anchor, work.gone
+        assert anchor is not None
+        assert gone is not None
+        fitted, dtype = work.fitted, anchor.N.dtype
+        while gone.count + points.size > gone.room:
+            gone = with_room(gone, 4 * gone.room)
+        problem, state = fitted.problem(data), fitted.state
+        old, weights = gone, fitted.data.sample_weights.copy()
+        for point in points:
+            share, weights[point] = float(weights[point] / work.total), 0.0
+            kept = (weights > 0).astype(dtype)
+            gone, state = one_less(anchor, gone, problem, state, int(point), share, kept)
+        if work is self.work:
+            # The call wrote into its arguments: what was is in what came back.
+            self.work = work._replace(gone=Gone(gone.Y, gone.YC, old.v, old.force, old.count))
+        norms = glance(anchor.op, anchor.majorant, anchor.kernel_diagonal, problem, state)
+        certificate = norms.certificate(fitted.ridge)
+        work = work._replace(gone=gone)
+        limit = self._limit(certificate, until)
+        if certificate.distance_bound <= limit:
+            return _settled(work, data, state, certificate, fitted, "closed form")
+        return self._polished(work, data, problem, state, limit, until)
+
+    def _polished(
+        self,
+        work: Work,
+        data: TrainingSet,
+        problem: Problem,
+        state: State,
+        limit: float,
+        until: float | None,
+    ) -> Work:
+        """Further steps with the same inverse; where they no longer help, start anew."""
+        anchor, gone, ridge = work.anchor, work.gone, work.fitted.ridge
+        assert anchor is not None
+        assert gone is not None
+        kept = (data.sample_weights > 0).astype(anchor.N.dtype)
+        scale, last, step = float(data.sample_weights.sum() / work.total), np.inf, 0
+        for step in range(1, MAX_POLISH + 1):
+            state = polish(anchor, gone, problem, state, kept, scale)
+            norms = glance(anchor.op, anchor.majorant, anchor.kernel_diagonal, problem, state)
+            certificate, how = norms.certificate(ridge), f"closed form, {step} steps more"
+            if certificate.distance_bound <= limit:
+                return _settled(work, data, state, certificate, work.fitted, how)
+            if not certificate.distance_bound <= 0.5 * last:
+                break
+            last = certificate.distance_bound
+        state, norms = measure(anchor, problem, state.alpha)
+        certificate, how = (
+            norms.certificate(ridge),
+            f"closed form, {step} steps more, true products",
+        )
+        if certificate.distance_bound <= limit:
+            return _settled(work, data, state, certificate, work.fitted, how)
+        rough = _settled(work, data, state, certificate, work.fitted, "")
+        fitted = _edit(rough.fitted, [], until, self.drift)
+        return anchored(fitted)._replace(how="edit, and a new factorisation")
+
+    def _edited(self, edits: Sequence[AbstractEdit], until: float | None) -> Work:
+        fitted = _edit(self.fitted, edits, until, self.drift)
+        return Work(fitted, None, None, 0.0, self.work.edits + 1, "edit")
+
+    def _limit(self, certificate: Certificate, until: float | None) -> float:
+        """What the dual variables' own bound may be: `until` less the gap, or the drift allowed."""
+        if until is None:
+            return self.drift * certificate.parameter_norm
+        left = self.fitted._remaining(until)
+        assert left is not None
+        return left
+
+
+def anchored(fitted: Fitted) -> Work:
+    """A new inverse at the state of `fitted`, with the dual variables of removed points exactly zero."""
+    fitted = fitted.without_spare_rows()
+    kept = jnp.asarray((fitted.data.sample_weights > 0), fitted.offset.dtype)[:, None]
+    alpha = fitted.state.alpha * kept
+    fitted = replace(fitted, state=State(alpha, fitted.kernel_op.mv(alpha)))
+    anchor = make_anchor(fitted)
+    gone = nothing_gone(anchor, FIRST_ROOM)
+    return Work(fitted, anchor, gone, float(fitted.data.sample_weights.sum()), 0, "factorisation")
+
+
+def _edit(
+    fitted: Fitted, edits: Sequence[AbstractEdit], until: float | None, drift: float
+) -> Fitted:
+    options: dict[str, Any] = {"progress": False}
+    if until is not None:
+        options["until"] = until
+    elif fitted.certificate.certified:
+        options["drift"] = drift
+    return fitted.edit(list(edits), **options).commit()
+
+
+def _settled(
+    work: Work,
+    data: TrainingSet,
+    state: State,
+    certificate: Certificate,
+    fitted: Fitted,
+    how: str,
+) -> Work:
+    """The work with a state whose certificate is the dual variables' own, widened by the gap."""
+    old = fitted.certificate
+    certificate = replace(certificate, gap=old.gap, certified=old.certified)
+    stats = fitted.stats._replace(edits=fitted.stats.edits + 1)
+    model = replace(fitted, data=data, state=state, certificate=certificate, stats=stats)
+    return work._replace(fitted=model, how=how)
+
+
+def _removed(edits: Sequence[AbstractEdit]) -> np.ndarray | None:
+    """Positions, if the request only removes."""
+    if not all(isinstance(edit, Remove) for edit in edits):
+        return None
+    parts = [edit.indices for edit in edits if isinstance(edit, Remove)]
+    return np.concatenate(parts) if parts else None

@@ -1,0 +1,100 @@
+"""Names of training points: chosen by the user, used once, known to files by salted hash only."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from ._ledger import reference
+
+MAX_NAME = 256
+"""Longest name, in characters."""
+
+
+def as_name(value: Any) -> str:
+    """A name as text; whole numbers are names too."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (str, int, np.integer)):
+        raise TypeError(f"ids: a name is text or a whole number, got {type(value).__name__}.")
+    text = str(value)
+    if not 0 < len(text) <= MAX_NAME:
+        raise ValueError(f"ids: a name has 1 to {MAX_NAME} characters, got {len(text)}.")
+    return text
+
+
+def as_names(num_points: int, ids: Iterable[Any] | None) -> list[str]:
+    """One name per point, all different; by default positions."""
+    names = [str(i) for i in range(num_points)] if ids is None else [as_name(v) for v in ids]
+    if len(names) != num_points:
+        raise ValueError(
+            f"ids: expected one name for each of {num_points} points, got {len(names)}."
+        )
+    if len(set(names)) != len(names):
+        again = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"ids: names must differ, {again!r} comes twice.")
+    return names
+
+
+class Ids:
+    """Which row a name stands for. A removed name stays known, so that it cannot come back."""
+
+    def __init__(self, names: list[str], salt: bytes, sample_weights: np.ndarray) -> None:
+        self._salt = salt
+        self._rows: dict[str, int | None] = {
+            self.reference(name): (row if sample_weights[row] > 0 else None)
+            for row, name in enumerate(names)
+        }
+
+    def reference(self, name: Any) -> str:
+        """The salted hash that files know a name by."""
+        return reference(self._salt, as_name(name))
+
+    def rows(self, names: list[Any]) -> list[int]:
+        """Rows of names, or an error for one that is unknown, gone or given twice."""
+        if not names:
+            raise ValueError("ids: give at least one name.")
+        texts = [as_name(name) for name in names]
+        if len(set(texts)) != len(texts):
+            raise ValueError("ids: a name comes twice in one request.")
+        return [self._row(self.reference(text), text) for text in texts]
+
+    def rows_of(self, references: list[str]) -> list[int]:
+        """Rows of salted hashes."""
+        return [self._row(each, f"{each[:12]}…") for each in references]
+
+    def check_new(self, names: list[Any]) -> None:
+        """Raise unless every name is new."""
+        texts = [as_name(name) for name in names]
+        if not texts or len(set(texts)) != len(texts):
+            raise ValueError("ids: give one name for each new point, all different.")
+        for text in texts:
+            if self.reference(text) in self._rows:
+                raise ValueError(f"ids: {text!r} has been used; a name never comes back.")
+
+    def add(self, names: list[Any], first: int) -> None:
+        self.add_references([self.reference(name) for name in names], first)
+
+    def add_references(self, references: list[str], first: int) -> None:
+        """Names of new rows from `first` on."""
+        for i, each in enumerate(references):
+            self._rows[each] = first + i
+
+    def remove(self, rows: list[int]) -> None:
+        """Their names stand for nothing from now on."""
+        self._moved(dict.fromkeys(rows))
+
+    def move(self, rows: list[int], first: int) -> None:
+        """Their points have new rows, from `first` on, in this order."""
+        self._moved({row: first + i for i, row in enumerate(rows)})
+
+    def _moved(self, where: dict[int, Any]) -> None:
+        for each, row in self._rows.items():
+            if row in where:
+                self._rows[each] = where[row]
+
+    def _row(self, each: str, shown: str) -> int:
+        if each not in self._rows:
+            raise KeyError(f"ids: no point is called {shown!r}.")
+        row = self._rows[each]
+        if row is None:
+            raise KeyError(f"ids: {shown!r} was removed.")
+        return row

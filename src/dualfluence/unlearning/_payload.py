@@ -1,0 +1,77 @@
+"""What a request brings along: new features and labels, kept beside the ledger until a checkpoint."""
+
+import hashlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .._support.files import FileError, write_atomically
+from ..dual._fitted import Fitted
+from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace
+from ._ledger import LedgerError
+
+
+def digest_of(fitted: Fitted) -> str:
+    """SHA-256 of the dual variables, sample weights and ridge: what the model is, given its kernel."""
+    found = hashlib.sha256()
+    for array in (fitted.alpha, fitted.data.sample_weights, np.float64(fitted.ridge)):
+        plain = np.asarray(array, order="C")
+        found.update(f"{plain.dtype.str} {plain.shape} ".encode())
+        found.update(plain.tobytes())
+    return found.hexdigest()
+
+
+def edits_of(kind: str, rows: list[int], arrays: dict[str, np.ndarray]) -> list[AbstractEdit]:
+    """The request as edits of the training set."""
+    if kind == "remove":
+        return [Remove(rows)]
+    if kind == "relabel":
+        return [Relabel(rows, arrays["targets"])]
+    if kind == "correct":
+        return [Replace(rows, arrays["x"], arrays.get("targets"))]
+    return [Add(arrays["x"], arrays["targets"])]
+
+
+def write_payload(
+    path: Path, rows: list[int], references: list[str], arrays: dict[str, np.ndarray]
+) -> str:
+    """Write the request's contents, readable by the owner alone; returns their SHA-256."""
+    buffer = io.BytesIO()
+    np.savez(
+        buffer,
+        **arrays,  # type: ignore[arg-type]
+        __rows=np.asarray(rows, np.int64),
+        __references=np.asarray(references, "U64"),
+    )
+    raw = buffer.getvalue()
+    try:
+        write_atomically(path, lambda file: file.write(raw))
+        os.chmod(path, 0o600)
+    except FileError as error:
+        raise LedgerError(
+            f"ledger: the request was not recorded and not applied: {error}"
+        ) from error
+    return hashlib.sha256(raw).hexdigest()
+
+
+def read_payload(
+    path: Path, expected: str | None, number: int
+) -> tuple[list[int], list[str], dict[str, Any]] | None:
+    """Rows, references of new names and arrays of a request, checked against the ledger's hash."""
+    if expected is None:
+        return None
+    if not path.exists():
+        raise LedgerError(
+            f"ledger: {path.name}, the contents of line {number}, is gone. Open the desk with the "
+            "checkpoint that was made after it."
+        )
+    raw = path.read_bytes()
+    if hashlib.sha256(raw).hexdigest() != expected:
+        raise LedgerError(f"ledger: {path.name}, the contents of line {number}, was changed.")
+    with np.load(io.BytesIO(raw), allow_pickle=False) as file:
+        arrays = {name: file[name] for name in file.files}
+    rows = arrays.pop("__rows").tolist()
+    return rows, arrays.pop("__references").tolist(), arrays

@@ -1,0 +1,185 @@
+r"""Certified removal: Gaussian perturbation calibrated to the certificate.
+
+Publish $\theta + \xi$, $\xi\sim N(0,\sigma^2I)$. The unlearned $\theta_u$ is within $\Delta$ of the
+retrained optimum $\theta_r$ (the certificate), so telling $\theta_u+\xi$ from $\theta_r+\xi$ is telling
+$N(0,1)$ from $N(\mu,1)$ with $\mu\le\Delta/\sigma$: $\mu$-Gaussian indistinguishability (Dong, Roth and
+Su, 2022), and $(\epsilon,\delta)$ by the exact curve
+
+$$\delta(\epsilon) = \Phi\!\left(\tfrac\mu2-\tfrac\epsilon\mu\right)
+  - e^\epsilon\,\Phi\!\left(-\tfrac\mu2-\tfrac\epsilon\mu\right)$$
+
+(Balle and Wang, 2018, theorem 8, the *analytic* Gaussian mechanism; the classic
+$\sigma=\Delta\sqrt{2\ln(1.25/\delta)}/\epsilon$ is looser and holds for $\epsilon\le1$ only).
+Publications compose as $\mu^2=\sum\mu_i^2$.
+"""
+
+import math
+from statistics import NormalDist
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from ..dual._fitted import Fitted
+from ._desk import Desk
+
+NORMAL = NormalDist()
+
+
+class BudgetSpent(RuntimeError):
+    """Even a retrained model would exceed what may be spent."""
+
+
+def delta_of(epsilon: float, mu: float) -> float:
+    """Smallest `δ` at `ε` for a Gaussian shift of `μ` (Balle and Wang, theorem 8)."""
+    if mu == 0:
+        return 0.0
+    low = -mu / 2 - epsilon / mu
+    # e^ε Φ(low) by logarithms: ε may be large where Φ is tiny.
+    tail = NORMAL.cdf(low)
+    second = math.exp(epsilon + math.log(tail)) if tail > 0 else 0.0
+    return max(NORMAL.cdf(mu / 2 - epsilon / mu) - second, 0.0)
+
+
+def mu_of(epsilon: float, delta: float) -> float:
+    """Largest `μ` that is (ε, δ), by bisection; rounded down."""
+    if not epsilon > 0 or not 0 < delta < 1:
+        raise ValueError(
+            f"removal: expected ε > 0 and δ in (0, 1), got ε = {epsilon}, δ = {delta}."
+        )
+    low, high = 0.0, 1.0
+    while delta_of(epsilon, high) < delta:
+        high *= 2
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if delta_of(epsilon, middle) <= delta else (low, middle)
+    return low
+
+
+def sigma_of(distance: float, epsilon: float, delta: float) -> float:
+    """Noise that hides a distance at (ε, δ)."""
+    return distance / mu_of(epsilon, delta)
+
+
+class Published(NamedTuple):
+    """What may leave the house, and what it cost.
+
+    - `value`: perturbed parameters or outputs.
+    - `mu`, `mu_total`: of this publication, and of all so far.
+    - `epsilon`, `delta`: what `mu_total` amounts to at the budget's `δ`.
+    - `retrained`: whether the budget asked for retraining first.
+    """
+
+    value: Any
+    mu: float
+    mu_total: float
+    epsilon: float
+    delta: float
+    retrained: bool
+
+
+class Publisher:
+    """Publishes a desk's model under one budget; what was spent is read from the ledger.
+
+    **Arguments:**
+
+    - `desk`: whose model.
+    - `epsilon`, `delta`: the budget over all publications.
+    - `sigma`: standard deviation of the noise, in units of the parameters.
+    """
+
+    def __init__(self, desk: Desk, *, epsilon: float, delta: float, sigma: float) -> None:
+        if not (math.isfinite(sigma) and sigma > 0):
+            raise ValueError(f"removal: sigma must be positive, got {sigma}.")
+        self.desk, self.delta, self.sigma = desk, delta, sigma
+        self.limit = mu_of(epsilon, delta)
+
+    @property
+    def spent(self) -> float:
+        """`μ` of all publications so far."""
+        parts = [line["removal"]["mu"] for line in self.desk.ledger if line["kind"] == "publish"]
+        return math.sqrt(sum(mu**2 for mu in parts))
+
+    def params(self) -> Published:
+        """`θ + N(0, σ²I)`."""
+        return self._publish(lambda model, rng: perturbed(model.params(), self.sigma, rng))
+
+    def outputs(self, xq: Any) -> Published:
+        """Outputs at queries plus `N(0, σ²K)`, for models without parameters."""
+        return self._publish(lambda model, rng: perturbed_outputs(model, xq, self.sigma, rng))
+
+    def _publish(self, draw: Any) -> Published:
+        mu, retrained = self._cost(), False
+        if math.hypot(self.spent, mu) > self.limit:
+            self.desk.retrain()
+            mu, retrained = self._cost(), True
+        total = math.hypot(self.spent, mu)
+        if total > self.limit:
+            raise BudgetSpent(
+                f"removal: publishing would spend μ = {total:.3g} of {self.limit:.3g} even after "
+                "retraining. Use a larger sigma or budget; what is published cannot be taken back."
+            )
+        spent = {"mu": mu, "mu_total": total, "sigma": self.sigma, "delta": self.delta}
+        spent |= {"mu_limit": self.limit, "retrained": retrained}
+        # On record before anything leaves: a crash may lose a publication, never its cost.
+        self.desk.record_publication(spent)
+        value = draw(self.desk.model, np.random.default_rng())
+        return Published(value, mu, total, epsilon_of(total, self.delta), self.delta, retrained)
+
+    def _cost(self) -> float:
+        bound = self.desk.certificate.distance_bound
+        if not math.isfinite(bound):
+            raise ValueError(
+                "removal: this model has no certificate (the network is not linear in its parameters), so "
+                "that no amount of noise is known to suffice."
+            )
+        return bound / self.sigma
+
+
+def epsilon_of(mu: float, delta: float) -> float:
+    """Smallest `ε` at `δ` for a Gaussian shift of `μ`, rounded up."""
+    if delta_of(0.0, mu) <= delta:
+        return 0.0
+    low, high = 0.0, 1.0
+    while delta_of(high, mu) > delta:
+        high *= 2
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        low, high = (low, middle) if delta_of(middle, mu) <= delta else (middle, high)
+    return high
+
+
+def perturbed(params: PyTree, sigma: float, rng: np.random.Generator) -> PyTree:
+    """Every floating leaf with independent Gaussian noise."""
+
+    def noisy(leaf: Any) -> Any:
+        if not eqx.is_inexact_array(leaf):
+            return leaf
+        return leaf + jnp.asarray(sigma * rng.standard_normal(leaf.shape), leaf.dtype)
+
+    return jax.tree.map(noisy, params)
+
+
+def perturbed_outputs(
+    model: Fitted, xq: Any, sigma: float, rng: np.random.Generator
+) -> Float[Array, "q c"]:
+    r"""$f + \sigma K_{qq}^{1/2}z$, jointly over the queries.
+
+    $\|f_u - f_r\|_{\mathcal H}\le\Delta$ gives $d^\top K_{qq}^{-1}d\le\Delta^2$ for the differences `d` at
+    any points, so that the shift is again at most $\Delta/\sigma$. A query asked twice must be published
+    once: fresh noise is a new publication.
+    """
+    outputs = model.predict(xq)
+    q, c = outputs.shape
+    op = model.source.operator(jnp.asarray(xq), c, form="auto", progress=False)
+    K = np.asarray(op.dense(), np.float64)
+    values, vectors = np.linalg.eigh(0.5 * (K + K.T))
+    root = vectors * np.sqrt(np.maximum(values, 0))
+    noise = sigma * (root @ rng.standard_normal(q * c)).reshape(q, c)
+    return outputs + jnp.asarray(noise, outputs.dtype)
+
+
+__all__ = ["BudgetSpent", "Published", "Publisher", "delta_of", "epsilon_of", "mu_of", "sigma_of"]

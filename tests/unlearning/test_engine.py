@@ -1,0 +1,173 @@
+"""A stream of removals stays within its certificate of retraining, whatever path each took."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cases
+import dualfluence as dfl
+import problems
+from dualfluence.unlearning import _engine, _quick
+from dualfluence.unlearning._anchor import make_majorant
+from dualfluence.unlearning._engine import Engine
+
+
+def true_distance(p, fitted, gone):
+    """`‖θ − θ_retrained‖` against the oracle in parameter space."""
+    theta = np.einsum("ia,iap->p", np.asarray(fitted.alpha), p.J)
+    return np.linalg.norm(theta - cases.retrain(p, cases.without(p, gone)))
+
+
+def run(engine, points, **options):
+    hows = []
+    for point in points:
+        work = engine.propose([dfl.Remove(np.atleast_1d(point))], **options)
+        engine.accept(work)
+        hows.append(work.how)
+    return hows
+
+
+@pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+def test_every_answer_of_a_stream_is_within_its_certificate(loss_name, weighted):
+    p = problems.linear_problem(24, 2, 30, loss_name, weighted=weighted, ridge=0.05)
+    engine, gone = Engine(cases.fit(p)), []
+    for point in [3, 17, 4, 5, 20, 0]:
+        gone.append(point)
+        run(engine, [point])
+        bound = engine.fitted.certificate.distance_bound
+        assert true_distance(p, engine.fitted, gone) <= bound
+        # One per cent of the model is what the engine keeps to without being told.
+        assert bound <= 1e-2 * engine.fitted.certificate.parameter_norm
+        assert not np.asarray(engine.fitted.alpha)[gone].any()
+
+
+def test_the_first_removal_is_the_newton_step_up_to_the_change_of_ridge():
+    p = problems.linear_problem(40, 2, 60, "squared", ridge=0.1)
+    fitted = cases.fit(p)
+    got = Engine(fitted, drift=10.0).propose([dfl.Remove([7])])
+    assert got.how == "closed form"
+    want = fitted.edit(dfl.Remove([7]))
+    step = np.asarray(want.alpha - fitted.alpha)
+    # The inverse has λ where the exact step has λ(1 − 1/n).
+    assert np.linalg.norm(got.fitted.alpha - want.alpha) <= 2 / 40 * np.linalg.norm(step)
+
+
+@pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
+def test_a_named_distance_is_reached(loss_name):
+    p = problems.linear_problem(24, 2, 30, loss_name, ridge=0.05)
+    engine = Engine(cases.fit(p))
+    run(engine, [1, 2, [3, 4], 9], until=1e-9)
+    assert engine.fitted.certificate.distance_bound <= 1e-9
+    assert true_distance(p, engine.fitted, [1, 2, 3, 4, 9]) <= 1e-9
+
+
+def test_a_kronecker_kernel_takes_the_closed_form_too():
+    p, sigma, _ = problems.kronecker_problem(24, 3, 40, "softmax", ridge=0.05)
+    kernel = dfl.PrecomputedKernel(jnp.asarray(sigma))
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.05, "progress": False}
+    fitted = dfl.fit(kernel, np.arange(24), p.y, **options)
+    engine = Engine(fitted)
+    hows = run(engine, [3, 8, 9])
+    assert all(how.startswith("closed form") for how in hows)
+    want = fitted.retrain(dfl.Remove([3, 8, 9]), progress=False)
+    change = np.asarray(engine.fitted.alpha - want.alpha)
+    distance = np.sqrt(np.einsum("ia,ij,ja->", change, sigma, change))
+    assert distance <= engine.fitted.certificate.distance_bound + want.certificate.distance_bound
+
+
+@pytest.mark.parametrize("loss_name", ["squared", "softmax"])
+def test_the_program_for_accelerators_gives_the_same_as_the_hosts(loss_name, monkeypatch):
+    p = problems.linear_problem(24, 2, 30, loss_name, ridge=0.05)
+    fitted, found = cases.fit(p), []
+    for host in (True, False):
+        monkeypatch.setattr(_quick, "on_host", lambda host=host: host)
+        engine = Engine(fitted)
+        hows = run(engine, [3, [5, 6], 9, *range(10, 24)][:6])
+        hows += run(engine, [20], until=1e-8)
+        found.append((hows, np.asarray(engine.fitted.alpha)))
+        assert isinstance(engine.work.gone.Y, np.ndarray) == host
+    assert found[0][0] == found[1][0]
+    np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-9, atol=1e-12)
+
+
+def test_a_matrix_free_kernel_goes_through_edit():
+    p = problems.linear_problem(16, 2, 20, "softmax", ridge=0.05)
+    engine = Engine(cases.fit(p, form="matrix-free"))
+    assert run(engine, [3, 4]) == ["edit", "edit"]
+    assert true_distance(p, engine.fitted, [3, 4]) <= engine.fitted.certificate.distance_bound
+
+
+def test_a_new_inverse_is_made_after_many_points_and_after_other_requests(monkeypatch):
+    monkeypatch.setattr(_engine, "MAX_GONE", 3)
+    monkeypatch.setattr(_engine, "REFRESH_AFTER", 2)
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    engine = Engine(cases.fit(p))
+    run(engine, [0, 1, 2, 3])
+    assert engine.work.gone.count == 1
+    engine.accept(engine.propose([dfl.Relabel([9], p.y[9:10])]))
+    assert engine.work.anchor is None
+    assert run(engine, [4, 5])[0] == "edit"
+    assert engine.work.anchor is not None
+    assert true_distance(p, engine.fitted, range(6)) <= engine.fitted.certificate.distance_bound
+
+
+def test_room_grows_with_the_stream():
+    p = problems.linear_problem(40, 1, 50, "logistic", ridge=0.2)
+    engine = Engine(cases.fit(p))
+    run(engine, range(20))
+    assert engine.work.gone.count == 20
+    assert true_distance(p, engine.fitted, range(20)) <= engine.fitted.certificate.distance_bound
+
+
+def test_a_proposal_changes_nothing():
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    first, second = Engine(cases.fit(p)), Engine(cases.fit(p))
+    for point in (7, 8):
+        first.propose([dfl.Remove([point])])
+    run(first, [3, 9])
+    run(second, [3, 9])
+    np.testing.assert_array_equal(first.fitted.alpha, second.fitted.alpha)
+
+
+def test_drift_of_the_running_product_is_within_its_estimate():
+    p = problems.linear_problem(40, 2, 60, "softmax", ridge=0.01)
+    engine = Engine(cases.fit(p), drift=100.0)
+    hows = run(engine, range(12))
+    assert set(hows) == {"closed form"}
+    state = engine.fitted.state
+    off = np.abs(engine.fitted.kernel_op.mv(state.alpha) - state.k_alpha)
+    root = np.sqrt(np.asarray(engine.fitted.kernel_diagonal))
+    eps = np.finfo(float).eps
+    reach = np.sum(root * np.abs(np.asarray(state.alpha)))
+    assert (off <= 4 * eps * root * (float(state.drift) + reach)).all()
+    assert float(state.drift) > 0
+
+
+def test_the_sketch_bounds_the_kernel(monkeypatch):
+    monkeypatch.setattr("dualfluence.unlearning._anchor.BOUND_RANK", 8)
+    p = problems.linear_problem(30, 2, 40, "softmax")
+    op = cases.fit(p).kernel_op
+    majorant = make_majorant(op)
+    L = np.asarray(majorant.features, float).reshape(60, -1)
+    bound = L @ L.T + float(majorant.rest) * np.eye(60)
+    # Semidefinite but for rounding of the sketch.
+    assert np.linalg.eigvalsh(bound - np.asarray(op.dense())).min() >= -1e-9
+    rng = np.random.default_rng(0)
+    for scale in (1.0, 1e-30):
+        v = scale * rng.normal(size=(30, 2))
+        low, high = (v.ravel() @ each @ v.ravel() for each in (np.asarray(op.dense()), bound))
+        # The slack is 64 units of float32 over the norm of L, at most 1e-4 of the bound here.
+        assert low <= float(majorant.square(op, jnp.asarray(v))) <= (1 + 1e-4) * high
+
+
+def test_a_gap_and_a_missing_certificate_are_carried_on():
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    fitted = cases.fit(p)
+    wide = dataclasses.replace(fitted.certificate, gap=0.25)
+    engine = Engine(dataclasses.replace(fitted, certificate=wide))
+    run(engine, [2])
+    assert engine.fitted.certificate.gap == 0.25
+    assert engine.fitted.certificate.distance_bound >= 0.25

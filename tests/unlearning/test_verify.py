@@ -1,0 +1,125 @@
+"""An auditor with NumPy finds every change of a ledger, and the same bound."""
+
+import ast
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cases
+import dualfluence as dfl
+import problems
+from dualfluence.unlearning import _verify
+from dualfluence.unlearning._documents import write_documents
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """A desk's folder and model file, closed."""
+    p = problems.linear_problem(16, 2, 24, "softmax", ridge=0.1)
+    folder = tmp_path_factory.mktemp("desk")
+    with dfl.unlearning.open(folder / "desk", cases.fit(p)) as desk:
+        desk.remove([3])
+        desk.remove([5, 6])
+        desk.checkpoint(folder / "model.npz", include_kernel=True)
+        bound = desk.certificate.distance_bound
+    return p, folder, bound
+
+
+def test_the_bound_is_recomputed_from_retained_points(kept):
+    p, folder, bound = kept
+    report = dfl.unlearning.verify(folder / "desk", folder / "model.npz")
+    assert report.valid, report.summary()
+    assert report.retained == 13
+    # The claim is an upper bound and includes rounding.
+    assert 0 < report.computed <= report.claimed == bound
+    theta = cases.retrain(p, cases.without(p, [3, 5, 6]))
+    alpha = np.load(folder / "model.npz")["alpha"]
+    away = np.linalg.norm(np.einsum("ia,iap->p", alpha, p.J) - theta)
+    assert away <= report.computed * (1 + 1e-9) + 1e-12
+
+
+def test_a_kernel_of_the_auditor_is_used_instead_of_the_stored_one(kept):
+    _, folder, _ = kept
+
+    def kernel(x1, x2):
+        return np.einsum("iap,jbp->iajb", x1[..., :-1], x2[..., :-1])
+
+    own = dfl.unlearning.verify(folder / "desk", folder / "model.npz", kernel=kernel)
+    stored = dfl.unlearning.verify(folder / "desk", folder / "model.npz")
+    assert own.valid
+    np.testing.assert_allclose(own.computed, stored.computed, rtol=1e-6)
+    wrong = dfl.unlearning.verify(
+        folder / "desk", folder / "model.npz", kernel=lambda a, b: 1.5 * kernel(a, b)
+    )
+    assert not wrong.valid
+
+
+def test_a_claim_that_is_too_small_is_found(kept, tmp_path):
+    """A forged ledger whose chain is right, but whose certificate is not."""
+    _, folder, _ = kept
+    raw = (folder / "desk" / "ledger.jsonl").read_bytes().splitlines()
+    before, forged = _verify.ZERO, []
+    for line in map(json.loads, raw):
+        line["certificate"]["distance_bound"] *= 1e-6
+        line["before"] = before
+        rest = {k: v for k, v in line.items() if k not in ("hash", "references")}
+        line["hash"] = before = hashlib.sha256(_verify._text(rest)).hexdigest()
+        forged.append(_verify._text(line))
+    (tmp_path / "ledger.jsonl").write_bytes(b"\n".join(forged) + b"\n")
+    report = dfl.unlearning.verify(tmp_path, folder / "model.npz")
+    assert any("residual gives" in problem for problem in report.problems)
+
+
+def test_every_one_of_500_random_changes_of_a_byte_is_found(kept, tmp_path):
+    _, folder, _ = kept
+    raw = (folder / "desk" / "ledger.jsonl").read_bytes()
+    rng, path = np.random.default_rng(0), tmp_path / "ledger.jsonl"
+    for _ in range(500):
+        changed = bytearray(raw)
+        place = int(rng.integers(len(raw)))
+        changed[place] ^= int(rng.integers(1, 256))
+        path.write_bytes(bytes(changed))
+        assert not dfl.unlearning.verify(path).valid, place
+
+
+def test_lines_left_out_or_put_in_another_order_are_found(kept, tmp_path):
+    _, folder, _ = kept
+    lines = (folder / "desk" / "ledger.jsonl").read_bytes().splitlines(keepends=True)
+    path = tmp_path / "ledger.jsonl"
+    for changed in (lines[1:], lines[:1] + lines[2:], [lines[1], lines[0], *lines[2:]], []):
+        path.write_bytes(b"".join(changed))
+        assert not dfl.unlearning.verify(path).valid
+
+
+def test_the_verifier_shares_no_code():
+    tree = ast.parse(Path(_verify.__file__).read_text())
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            names.add(node.module)
+    allowed = {"hashlib", "json", "math", "numpy", "pathlib", "typing", "itertools"}
+    assert names <= allowed | {"collections.abc", "dataclasses"}
+
+
+def test_a_missing_package_for_signatures_is_said(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    with pytest.raises(ImportError, match=r"dualfluence\[signing\]"):
+        dfl.unlearning.sign_documents(tmp_path, tmp_path / "s.sig", tmp_path / "key")
+
+
+def test_documents_say_what_is_not_covered(kept, tmp_path):
+    _, folder, _ = kept
+    raw = (folder / "desk" / "ledger.jsonl").read_text()
+    lines = [json.loads(line) for line in raw.splitlines()]
+    written = write_documents(lines[1], tmp_path)
+    assert json.loads(written["json"].read_text())["line"] == lines[1]
+    page = written["html"].read_text()
+    for word in ("Not covered", "backups", "published", "not linear", lines[1]["hash"]):
+        assert word in page
