@@ -8,9 +8,9 @@ import typer
 from typer.testing import CliRunner
 
 from dualfluence import datasets
-from dualfluence.apps.attribute import audit, load_data, load_model
+from dualfluence.apps.attribute._audit import audit
 from dualfluence.apps.attribute._commands import register
-from dualfluence.apps.attribute._data import Data
+from dualfluence.apps.attribute._data import Data, load_data, load_model
 from dualfluence.attribution import evaluate
 
 APP = typer.Typer()

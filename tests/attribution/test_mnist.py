@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence.apps.attribute import audit, load_model
-from dualfluence.apps.attribute._data import Data
+from dualfluence.apps.attribute._audit import audit
+from dualfluence.apps.attribute._data import Data, load_model
 from dualfluence.attribution import evaluate
 
 pytestmark = pytest.mark.slow

@@ -196,7 +196,8 @@ class _Run:
         helped = helped or (unsolved and self.damping < MAX_DAMPING)
         # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
         failed = unsolved or (report.step_size == 0 and not report.settled)
-        self.damping = self.damping * HARDER if failed else max(1.0, self.damping / EASIER)
+        changed = self.damping * HARDER if failed else self.damping / EASIER
+        self.damping = min(max(1.0, changed), MAX_DAMPING)
         self.stalled = 0 if helped else self.stalled + 1
         if self.norm <= self.certificate.gradient_norm or not report.settled:
             self.best, self.certificate = self.point, report.certificate(m.ridge)

@@ -114,9 +114,9 @@ def measure_norms(
     square = jnp.maximum(jnp.sum(rho * k_rho), 0)
     # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
     # the root.
-    own = ROUNDING_FACTOR * problem.eps * reach(root, rho) ** 2
-    # So does its underflow.
-    own = own + jnp.where((rho != 0).any(), _tiny(own), 0)
+    size = reach(root, rho)
+    # So does its underflow, except where the kernel in use is zero.
+    own = ROUNDING_FACTOR * problem.eps * size**2 + jnp.where(size > 0, _tiny(size), 0)
     more = own / jnp.maximum(jnp.sqrt(square + own) + jnp.sqrt(square), _tiny(own))
     return Norms(
         gradient=jnp.sqrt(square),

@@ -1,16 +1,12 @@
-"""`dualfluence attribute` and `dualfluence audit` on the command line."""
+"""`dualfluence attribute` and `dualfluence audit` on the command line.
+
+Each imports what it needs when it runs, so that `--help` starts at once.
+"""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-
-from ..._support.files import check_writable
-from ._audit import audit
-from ._data import load_data, load_model
-from ._page import write_audit, write_queries
-from ._queries import explain
 
 DATA = "Data as .npz: x, y, xq, yq, perhaps groups. By default mnist-small."
 MODEL = "module:function that returns (apply_fn, params) or a kernel. By default a wide network."
@@ -18,7 +14,6 @@ MODEL = "module:function that returns (apply_fn, params) or a kernel. By default
 
 def register(app: typer.Typer) -> None:
     """Add both commands."""
-    console = Console()
 
     @app.command(name="attribute")
     def attribute_command(
@@ -33,6 +28,14 @@ def register(app: typer.Typer) -> None:
         ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-3,
     ) -> None:
         """Show which training points made each prediction, as a page and a table."""
+        from rich.console import Console
+
+        from ..._support.files import check_writable
+        from ._data import load_data, load_model
+        from ._page import write_queries
+        from ._queries import explain
+
+        console = Console()
         page, table = out / "attribution.html", out / "attribution.csv"
         check_writable(page)
         rows = load_data(data, points=points, queries=queries)
@@ -60,6 +63,14 @@ def register(app: typer.Typer) -> None:
         ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-3,
     ) -> None:
         """Rank labels that look wrong, harmful and isolated points, and the effect of groups."""
+        from rich.console import Console
+
+        from ..._support.files import check_writable
+        from ._audit import audit
+        from ._data import load_data, load_model
+        from ._page import write_audit
+
+        console = Console()
         page, table = out / "audit.html", out / "audit.csv"
         check_writable(page)
         rows = load_data(data, points=points, queries=queries)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..attribute._commands import register as register_attribute
 from ..serve._commands import register as register_serve
 
 if TYPE_CHECKING:
@@ -242,4 +243,5 @@ def _demo_table(result: dict[str, Any]) -> "Table":
 
 
 # Commands that live with what they show; their modules import what is heavy when they run.
+register_attribute(app)
 register_serve(app)
