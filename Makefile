@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test test-gpu slow lint clean
+.PHONY: demo test thorough test-gpu slow lint clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -20,6 +20,10 @@ demo: $(VENV)/.installed-cli
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Tables of many small cases: structures, edits, attribution, unlearning, bad input.
+thorough: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'thorough and not slow'
 
 # The numerical tests on an accelerator, in float64; JAX must see one.
 test-gpu: $(VENV)/.installed-dev

@@ -47,6 +47,32 @@ ON_THE_HOST = (
 """Files and folders under tests/ that do not run on an accelerator."""
 
 
+THOROUGH = (
+    "apps/test_bench_attribution.py",
+    "apps/test_paper_forms.py",
+    "attribution/",
+    "dual/test_growth.py",
+    "dual/test_purge.py",
+    "fuzz_input/",
+    "kernels/test_apart.py",
+    "operators/test_edits.py",
+    "operators/test_structures.py",
+    "primal/test_kronecker.py",
+    "primal/test_places.py",
+    "primal/test_solvers.py",
+    "scale/test_memory.py",
+    "store/test_damage.py",
+    "unlearning/",
+)
+"""Tables of many small cases, which take longer together than `make test` may: `make thorough`."""
+
+
+def pytest_itemcollected(item):
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    if path.startswith(THOROUGH):
+        item.add_marker(pytest.mark.thorough)
+
+
 def pytest_collection_modifyitems(config, items):
     """On an accelerator: numerical tests and those marked `gpu`, whatever `-m` says of the latter."""
     if PLATFORM == "cpu":
@@ -64,7 +90,9 @@ def pytest_configure(config):
             raise pytest.UsageError(
                 f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
             )
-        if config.option.markexpr == "not slow and not gpu":  # the default of pyproject.toml
+        if (
+            config.option.markexpr == "not slow and not gpu and not thorough"
+        ):  # the default of pyproject.toml
             config.option.markexpr = "not slow"
 
 
