@@ -22,16 +22,18 @@ def pad_rows(x: Any, start: int, size: int) -> Array:
     return jnp.concatenate([jnp.asarray(rows), jnp.repeat(jnp.asarray(rows[-1:]), missing, axis=0)])
 
 
-@partial(jit, donate_argnums=0, static_argnames="mirrored")
-def _put(result: Array, tile: Array, row: Array, col: Array, mirrored: bool) -> Array:
-    """`tile` written into `result` in place, and its transpose across the diagonal."""
-    half = result.ndim // 2
-    zeros = [jnp.zeros_like(row)] * (half - 1)
-    result = jax.lax.dynamic_update_slice(result, tile, (row, *zeros, col, *zeros))
-    if not mirrored:
-        return result
-    turned = jnp.transpose(tile, (*range(half, 2 * half), *range(half)))
-    return jax.lax.dynamic_update_slice(result, turned, (col, *zeros, row, *zeros))
+@partial(jit, donate_argnums=0)
+def _put(result: Array, tile: Array, row: Array, col: Array) -> Array:
+    """`tile` written into `result` in place: one update a program, since two in one may copy it."""
+    zeros = [jnp.zeros_like(row)] * (result.ndim // 2 - 1)
+    return jax.lax.dynamic_update_slice(result, tile, (row, *zeros, col, *zeros))
+
+
+@jit
+def _turned(tile: Array) -> Array:
+    """`tile` as it stands across the diagonal."""
+    half = tile.ndim // 2
+    return jnp.transpose(tile, (*range(half, 2 * half), *range(half)))
 
 
 def fill_kernel(
@@ -93,7 +95,9 @@ def fill_kernel(
             mirrored = symmetric and i != j
             row, col = i * each, j * each
             if out == "device":
-                result = _put(result, value, jnp.asarray(row), jnp.asarray(col), mirrored=mirrored)
+                at = jnp.asarray(row), jnp.asarray(col)
+                result = _put(result, value, *at)
+                result = _put(result, _turned(value), *at[::-1]) if mirrored else result
             else:
                 entries = np.asarray(value)
                 put_on_host(entries, row, col)
