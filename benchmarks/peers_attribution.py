@@ -1,8 +1,8 @@
 """Our attribution in parameter space against independent software; writes JSON.
 
-    python -m venv /tmp/venv-peers
-    /tmp/venv-peers/bin/pip install torch==2.13.0 kronfluence "pydvl[influence]"
-    python benchmarks/peers_attribution.py --peer-python /tmp/venv-peers/bin/python \
+    python -m venv venv-peers
+    venv-peers/bin/pip install torch==2.13.0 kronfluence "pydvl[influence]"
+    python benchmarks/peers_attribution.py --peer-python venv-peers/bin/python \
         --out benchmarks/results/peers_attribution.json
 
 One network (49-16-10, tanh), 200 points of `mnist-small` averaged to 7 by 7 pixels, 20 queries. Data and
