@@ -196,11 +196,13 @@ def bench_form(form, args):
         model, op = make_form(form, args, x, folder)
         jax.block_until_ready(getattr(op, "matrix", ()))
         build = time.perf_counter() - start
+        stages = {"build": peak_bytes()}
         options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": args.ridge, "progress": False}
         options |= {"on_failure": "report", "num_outputs": 10}
         start = time.perf_counter()
         fitted = dfl.fit(model, x, y, kernel_op=op, **options)
         fit = time.perf_counter() - start
+        stages["fit"] = peak_bytes()
         times = []
         for _ in range(3):
             start = time.perf_counter()
@@ -230,6 +232,7 @@ def bench_form(form, args):
             "remove": summary(update),
             "features_and_parameters_bytes": x.nbytes + 4 * getattr(network, "num_params", 0),
             "peak_bytes": peak,
+            "peak_bytes_after": stages,
             "peak_over_kernel": peak / held.num_bytes if held.num_bytes else None,
             "predicted_peak_bytes": planned.peak_bytes,
             "predicted_over_measured": planned.peak_bytes / peak,

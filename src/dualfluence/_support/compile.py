@@ -26,6 +26,15 @@ parameterisation) into cuDNN's call, which rounds it to float32. A float64 netwo
 out 2e-8 off. Without the pass the factor is a multiplication of its own."""
 
 
+UNTUNED_OPTIONS = {"xla_gpu_autotune_level": 0}
+"""No trial runs of matrix products: they are made on copies of the operands, so that the first product
+with a kernel of 40 GB held another 40 GB (peak of a fit on one H200: 2.01 kernels, without trials 1.08)."""
+
+UNTUNED_BYTES = 2 * 2**30
+"""Arguments of a program past which it is compiled without trial runs. Doubled, kernels of up to 4 GiB
+may be held twice while their first program compiles."""
+
+
 def gpu_options() -> dict[str, Any]:
     """What the compiler is told on a GPU."""
     return GPU_OPTIONS | (FLOAT64_OPTIONS if jax.config.read("jax_enable_x64") else {})
@@ -57,13 +66,27 @@ class Compiled(Generic[P, T]):
             return self._inner
         return self._transform(self._fn, compiler_options=gpu_options())
 
+    @cached_property
+    def untuned(self) -> Any:
+        """The same for arguments so large that trial runs on copies of them would not fit."""
+        return self._transform(self._fn, compiler_options=gpu_options() | UNTUNED_OPTIONS)
+
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         leaves = jax.tree.leaves((args, kwargs))
         inside = any(isinstance(leaf, Tracer) for leaf in leaves)
         return self._pick(leaves, inside)(*args, **kwargs)
 
     def _pick(self, leaves: list[Any], inside: bool) -> Callable[P, T]:
-        return self._inner if inside else self.outermost
+        if inside:
+            return self._inner
+        if jax.default_backend() == "gpu" and holds_much(leaves):
+            return self.untuned
+        return self.outermost
+
+
+def holds_much(leaves: list[Any]) -> bool:
+    """Whether the arrays among the leaves take more than `UNTUNED_BYTES`."""
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, ARRAYS)) > UNTUNED_BYTES
 
 
 class Filtered(Compiled[P, T]):

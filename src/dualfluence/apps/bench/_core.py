@@ -101,7 +101,9 @@ def peak_memory(case: Removals, gone: Any) -> dict[str, float]:
     fitted = case.fitted
     data = apply_edits(Remove(gone), fitted.data, fitted.loss, fitted.num_outputs)
     dtype = fitted.alpha.dtype
-    step: Any = influence_step.outermost
+    # Not tuned: the search would hold copies of K, which is what this function is about.
+    on_gpu = jax.default_backend() == "gpu"
+    step: Any = influence_step.untuned if on_gpu else influence_step.outermost
     compiled = step.lower(
         fitted.kernel_op,
         fitted.problem(data),
