@@ -62,7 +62,7 @@ def test_scaled_convolutions_have_the_full_precision_of_their_dtype(dtype, recor
     wide = {name: value.astype(np.float64) for name, value in params.items()}
     want = numpy_convolution(wide, x.astype(np.float64))
     plain = error(jax.jit(convolution)(params, x), want)
-    record_property("error of plain jax.jit", plain)
+    record_property("error of plain jax.jit", float(plain))
     slack = 100 * np.finfo(dtype).eps
     ours = error(jit(convolution)(params, x), want)
     assert ours < slack, f"ours {ours:.1e}, plain jax.jit {plain:.1e}"
