@@ -100,8 +100,8 @@ def _poked(array, value):
         (lambda p: {"y": np.full(N, 7)}, r"\[0, 3\), got 7"),
         (lambda p: {"weights": np.ones(3)}, "weights: expected 20 rows"),
         (lambda p: {"weights": -np.ones(N)}, "non-negative"),
-        (lambda p: {"form": "sparse"}, "form must be one of"),
-        (lambda p: {"rank": 61}, "rank must be"),
+        (lambda p: {"kernel": "sparse"}, "kernel must be one of"),
+        (lambda p: {"sketch": dfl.Sketch(61)}, "rank must be"),
         (lambda p: {"x": jnp.zeros((0, 3, 81)), "y": np.zeros((0, 3))}, "at least one point"),
     ],
 )
@@ -273,7 +273,7 @@ def test_a_kernel_of_the_same_points_in_another_order():
     other = np.concatenate([x[:4], x[4:][::-1]])
     op = dfl.kernel_operator(model, x, progress=False)
     with pytest.raises(ValueError, match="are the points in another order"):
-        dfl.fit(model, other, y, loss=dfl.SquaredError(), ridge=0.1, kernel_op=op)
+        dfl.fit(model, other, y, loss=dfl.SquaredError(), ridge=0.1, kernel=op)
 
 
 def test_shapes_of_trained_parameters(case):
@@ -344,8 +344,8 @@ def test_jax_arrays_of_integers_are_fine_as_indices(case):
 def test_a_kernel_of_another_model_is_refused(case):
     p, fitted = case
     with pytest.raises(ValueError, match="not the kernel of this model"):
-        cases.fit(p, kernel_op=dfl.operators.DenseOperator(2 * fitted.kernel_op.matrix, 3))
-    again = cases.fit(p, kernel_op=fitted.kernel_op)
+        cases.fit(p, kernel=dfl.operators.DenseOperator(2 * fitted.kernel_op.matrix, 3))
+    again = cases.fit(p, kernel=fitted.kernel_op)
     np.testing.assert_allclose(again.alpha, fitted.alpha, rtol=1e-9)
 
 

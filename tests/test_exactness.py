@@ -71,7 +71,7 @@ def squared():
 @pytest.mark.parametrize("solver", EXACT_SOLVERS, ids=repr)
 @pytest.mark.parametrize("gone", REMOVALS.values(), ids=REMOVALS)
 def test_removal_is_exact_for_squared_error(squared, form, solver, gone):
-    update = cases.fit(squared, form=form).edit(dfl.Remove(gone), solver=solver)
+    update = cases.fit(squared, kernel=form).edit(dfl.Remove(gone), solver=solver)
     want = cases.retrain(squared, cases.without(squared, gone))
     assert cases.relative(update.params(), want) < 1e-9  # the promise in float64
     assert update.stats.converged
@@ -100,7 +100,7 @@ def test_removal_is_exact_for_kronecker_kernels(solver, gone):
 @pytest.mark.parametrize("name", list(_edits(problems.linear_problem(N, C, 4, "squared"))))
 def test_other_edits_are_exact_for_squared_error(squared, form, solver, name):
     edit, (s, x, y) = _edits(squared)[name]
-    update = cases.fit(squared, form=form).edit(edit, solver=solver)
+    update = cases.fit(squared, kernel=form).edit(edit, solver=solver)
     want = cases.retrain(squared, s, x, y)
     assert cases.relative(update.params(), want) < 1e-9
 
@@ -121,7 +121,7 @@ def test_removal_is_exact_in_float32(squared, dtype_limit, solver, gone):
 @pytest.mark.parametrize("name", ["remove", "several", "replace"])
 def test_iterated_steps_reach_retraining(loss_name, form, name):
     p = problems.linear_problem(N, C, 80, loss_name, ridge=0.01, weighted=True)
-    fitted = cases.fit(p, form=form)
+    fitted = cases.fit(p, kernel=form)
     gone = REMOVALS["50 %"]
     edit, truth = {"remove": (dfl.Remove(gone), (cases.without(p, gone), p.x, p.y)), **_edits(p)}[
         name

@@ -154,12 +154,12 @@ def test_integer_leaves_and_chosen_leaves():
 
 def test_batches_do_not_change_the_answer():
     theta_0, x, y = _network()
-    options = {"loss": dfl.SquaredError(), "ridge": 0.1, "form": "matrix-free"}
+    options = {"loss": dfl.SquaredError(), "ridge": 0.1, "kernel": "matrix-free"}
     whole = dfl.fit(dfl.linearize(cases.mlp, theta_0), x, y, **options)
     pieces = dfl.fit(dfl.linearize(cases.mlp, theta_0, batch_size=7), x, y, **options)
     assert cases.relative(_flat(pieces.params()), _flat(whole.params())) < 1e-10
     np.testing.assert_allclose(pieces.kernel_diagonal, whole.kernel_diagonal, rtol=1e-10)
-    dense = dfl.fit(dfl.linearize(cases.mlp, theta_0), x, y, **{**options, "form": "dense"})
+    dense = dfl.fit(dfl.linearize(cases.mlp, theta_0), x, y, **{**options, "kernel": "dense"})
     np.testing.assert_allclose(dense.kernel_diagonal, whole.kernel_diagonal, rtol=1e-10)
 
 

@@ -20,7 +20,8 @@ def _fitted(kernel, loss_name, **options):
     if kernel == "dense":
         return cases.fit(p, **options)
     J = np.random.default_rng(3).normal(size=(N, 30))
-    settings = {"ridge": p.ridge, "weights": p.sample_weights, "num_outputs": C, "progress": False}
+    settings = {"ridge": p.ridge, "weights": p.sample_weights, "progress": False}
+    settings["kernel"] = dfl.KernelOptions(num_outputs=C)
     return dfl.fit(J @ J.T, None, p.y, loss=cases.LOSSES[loss_name], **settings, **options)
 
 
@@ -59,7 +60,7 @@ def test_iterated_steps_reach_retraining_on_the_block(monkeypatch):
 
 def test_refined_solves_gather_too(monkeypatch):
     p = problems.linear_problem(N, C, 40, "softmax", ridge=0.05)
-    fitted = cases.fit(p, dtype=jnp.float32, refine=True)
+    fitted = cases.fit(p, dtype=jnp.float32, kernel=dfl.KernelOptions(refine=True))
     gone = REMOVALS["90 %"]
     whole = _edit(fitted, monkeypatch, 10**6, gone, solver=dfl.CG())
     block = _edit(fitted, monkeypatch, 0, gone, solver=dfl.CG())

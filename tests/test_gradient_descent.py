@@ -121,12 +121,12 @@ def test_infinitely_wide_networks_start_from_zero_or_from_given_outputs():
 def test_a_kernel_that_is_there_is_not_computed_again():
     p = problems.linear_problem(N, C, P, "squared")
     fitted = cases.fit(p)
-    a, b = _descent(p, kernel_op=fitted.kernel_op), _descent(p)
+    a, b = _descent(p, kernel=fitted.kernel_op), _descent(p)
     np.testing.assert_array_equal(a.outputs, b.outputs)
-    with pytest.raises(ValueError, match="kernel_op is for 9 points"):
+    with pytest.raises(ValueError, match="kernel is an operator for 9 points"):
         dfl.kernel_gradient_descent(
             cases.model(p), jnp.asarray(p.x[:4]), p.y[:4], loss=dfl.SquaredError(), ridge=0.1,
-            rate=0.1, epochs=2, kernel_op=fitted.kernel_op, progress=False,
+            rate=0.1, epochs=2, kernel=fitted.kernel_op, progress=False,
         )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ from dualfluence.operators import MatrixFreeOperator, MixedOperator
 @pytest.fixture(scope="module")
 def case():
     p = problems.linear_problem(20, 3, 80, "softmax", ridge=0.05)
-    return p, cases.fit(p, solver=dfl.CG(), rank=8)
+    return p, cases.fit(p, solver=dfl.CG(), sketch=dfl.Sketch(8))
 
 
 @pytest.mark.parametrize("include_kernel", [True, False])
@@ -357,7 +357,7 @@ def round_trip(fitted, model, path, **options):
 @pytest.mark.parametrize("include_kernel", [True, False])
 def test_a_refined_fit_loads_back_refined(tmp_path, include_kernel):
     p = problems.linear_problem(12, 2, 40, "softmax", ridge=0.05)
-    fitted = cases.fit(p, dtype=jnp.float32, refine=True)
+    fitted = cases.fit(p, dtype=jnp.float32, kernel=dfl.KernelOptions(refine=True))
     model = cases.model(p, jnp.float32)
     again = round_trip(fitted, model, tmp_path / "a.npz", include_kernel=include_kernel)
     assert isinstance(again.kernel_op, MixedOperator)
@@ -367,11 +367,12 @@ def test_a_refined_fit_loads_back_refined(tmp_path, include_kernel):
 def test_the_form_and_the_precision_of_the_kernel_come_back(tmp_path):
     p, sigma, _ = problems.kronecker_problem(9, 2, 6, "logistic")
     options = {"loss": dfl.Logistic(), "ridge": 0.1, "progress": False}
-    fitted = dfl.fit(sigma, None, p.y, precision=jax.lax.Precision.HIGH, **options)
+    coarse = dfl.KernelOptions(precision=jax.lax.Precision.HIGH)
+    fitted = dfl.fit(sigma, None, p.y, kernel=coarse, **options)
     for include_kernel in (True, False):
         again = round_trip(fitted, sigma, tmp_path / "a.npz", include_kernel=include_kernel)
         assert again.kernel_op.precision == jax.lax.Precision.HIGH
-    fitted = cases.fit(p, form="matrix-free")
+    fitted = cases.fit(p, kernel="matrix-free")
     again = round_trip(fitted, cases.model(p), tmp_path / "b.npz")
     assert isinstance(again.kernel_op, MatrixFreeOperator)
     with pytest.raises(ValueError, match="no entries"):

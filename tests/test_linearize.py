@@ -29,7 +29,7 @@ def test_modules_with_functions_among_their_leaves():
     assert model.num_params == plain.num_params
     gone = dfl.Remove([1, 5])
     for form in ("dense", "matrix-free"):
-        update, want = (dfl.fit(m, X, Y, form=form, **OPTIONS).edit(gone) for m in (model, plain))
+        update, want = (dfl.fit(m, X, Y, kernel=form, **OPTIONS).edit(gone) for m in (model, plain))
         moved = update.params()
         assert isinstance(moved, eqx.nn.MLP)
         np.testing.assert_allclose(

@@ -26,10 +26,11 @@ from .dual._fidelity import FidelityWarning as FidelityWarning
 from .dual._fit import fit as fit
 from .dual._fit import kernel_operator as kernel_operator
 from .dual._fitted import Fitted as Fitted
-from .dual._fitted import Update as Update
 from .dual._from_trained import from_trained as from_trained
 from .dual._io import load as load
 from .dual._record import NotConverged as NotConverged
+from .dual._sketch import Sketch as Sketch
+from .dual._update import Update as Update
 from .kernels._linearized import Linearized as Linearized
 from .kernels._linearized import linearize as linearize
 from .losses import Convex as Convex
@@ -38,6 +39,7 @@ from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
 from .losses import SquaredError as SquaredError
 from .models import Kernel as Kernel
 from .models._low_rank import low_rank as low_rank
+from .models._options import KernelOptions as KernelOptions
 from .models._sources import PrecomputedKernel as PrecomputedKernel
 from .operators import UnsupportedStructure as UnsupportedStructure
 from .problem._certificate import Certificate as Certificate

@@ -39,7 +39,7 @@ PRODUCTS = 60
 """Assumed products with `K` for a fit and an edit, not measured; a small λ takes many times more."""
 
 SMALLER_KERNELS = (
-    "Use form='matrix-free', a kernel on disk (store.build), low_rank, float32, or more devices "
+    "Use kernel='matrix-free', a kernel on disk (store.build), low_rank, float32, or more devices "
     "(mesh=...). dualfluence.plan shows what each costs."
 )
 SKETCH_COPIES = 5
@@ -299,7 +299,7 @@ def measure_speed() -> tuple[float, float]:
 
 
 def _choose(forms: list[Form], memory: int) -> tuple[str, str]:
-    """What `fit(form="auto")` does: hold K if it fits, else go without it."""
+    """What `fit(kernel="auto")` does: hold K if it fits, else go without it."""
     first = forms[0]
     each, budget = first.bytes_per_device, int(SHARE * memory)
     if first.fits:

@@ -20,7 +20,7 @@ def _fit(name, form, weighted):
     """A fit, queries and their targets for a kernel structure and a loss."""
     p = problems.linear_problem(N, C, 40, name, q=Q, weighted=weighted, ridge=0.05)
     if form in ("dense", "matrix-free"):
-        return cases.fit(p, form=form), p.x_q, jnp.asarray(p.y_q)
+        return cases.fit(p, kernel=form), p.x_q, jnp.asarray(p.y_q)
     if form == "low rank":
         model = dfl.low_rank(cases.model(p), p.x, rank=11, num_outputs=C)
         fitted = dfl.fit(

@@ -20,8 +20,9 @@ def optimised():
 def _fit(points, ridge):
     data = dfl.datasets.load("mnist-small")
     x, y = data.x_train[:points].astype(float), data.y_train[:points]
+    kernel = dfl.KernelOptions(num_outputs=10)
     fitted = dfl.fit(
-        load_model(None), x, y, loss=dfl.SoftmaxCrossEntropy(), ridge=ridge, num_outputs=10
+        load_model(None), x, y, loss=dfl.SoftmaxCrossEntropy(), ridge=ridge, kernel=kernel
     )
     return fitted, data.x_test.astype(float), data.y_test
 

@@ -106,4 +106,4 @@ def test_bad_grids_and_kernels_without_entries_are_refused():
     with pytest.raises(ValueError, match="positive finite"):
         fitted.ridge_path([0.1, -1.0])
     with pytest.raises(ValueError, match="needs the entries of K"):
-        cases.fit(p, form="matrix-free").ridge_path(GRID)
+        cases.fit(p, kernel="matrix-free").ridge_path(GRID)

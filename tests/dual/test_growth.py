@@ -38,17 +38,18 @@ def stored(x, folder):
     return dfl.store.build(rbf, x, folder / "k", num_outputs=C, tile=7, progress=False).operator()
 
 
+REFINED = dfl.KernelOptions(refine=True)
 FORMS = {
     "dense": lambda x, folder: (model(), {}),
-    "dense, CG": lambda x, folder: (model(), {"solver": dfl.CG(), "rank": 5}),
-    "matrix-free": lambda x, folder: (model(), {"form": "matrix-free"}),
-    "kronecker": lambda x, folder: (rbf, {"num_outputs": C}),
+    "dense, CG": lambda x, folder: (model(), {"solver": dfl.CG(), "sketch": dfl.Sketch(5)}),
+    "matrix-free": lambda x, folder: (model(), {"kernel": "matrix-free"}),
+    "kronecker": lambda x, folder: (rbf, {"kernel": dfl.KernelOptions(num_outputs=C)}),
     "low rank": lambda x, folder: (
         dfl.low_rank(model(), x, 8, method="random-features"),
         {},
     ),
-    "stored": lambda x, folder: (rbf, {"num_outputs": C, "kernel_op": stored(x, folder)}),
-    "refined": lambda x, folder: (model(np.float32), {"refine": True, "tolerance": 1e-12}),
+    "stored": lambda x, folder: (rbf, {"kernel": stored(x, folder)}),
+    "refined": lambda x, folder: (model(np.float32), {"kernel": REFINED, "tolerance": 1e-12}),
 }
 
 

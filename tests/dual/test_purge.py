@@ -33,9 +33,9 @@ def holds(data: bytes, row: np.ndarray) -> bool:
     "options",
     [
         {},
-        {"form": "matrix-free", "rank": 8},
-        {"solver": dfl.CG(), "rank": 8},
-        {"dtype": jnp.float32, "refine": True},
+        {"kernel": "matrix-free", "sketch": dfl.Sketch(8)},
+        {"solver": dfl.CG(), "sketch": dfl.Sketch(8)},
+        {"dtype": jnp.float32, "kernel": dfl.KernelOptions(refine=True)},
     ],
     ids=["dense", "matrix-free", "cg", "refined"],
 )
@@ -72,7 +72,7 @@ def test_later_requests_match_retraining_without_the_purged_points():
 def test_rows_are_gone_from_memory_and_file(tmp_path, form):
     p = problem()
     rows = [p.x[i] for i in GONE]
-    fitted = removed(p, form=form, solver=dfl.CG(), rank=8)
+    fitted = removed(p, kernel=form, solver=dfl.CG(), sketch=dfl.Sketch(8))
     fitted.save(tmp_path / "before.npz")
     assert all(holds((tmp_path / "before.npz").read_bytes(), row) for row in rows)
     assert holds((tmp_path / "before.npz").read_bytes(), p.y[GONE[1]])
@@ -169,7 +169,7 @@ def test_what_cannot_be_purged_is_refused_clearly(tmp_path):
         return fitted.edit(dfl.Remove(indices)).commit()
 
     store = dfl.store.build(model, x, tmp_path / "k", tile=5, progress=False)
-    stored = dfl.fit(model, x, p.y, kernel_op=store.operator(), **options)
+    stored = dfl.fit(model, x, p.y, kernel=store.operator(), **options)
     with pytest.raises(ValueError, match="on disk"):
         gone(stored, GONE).purge()
     spread = gone(cases.fit(p), GONE).on(jax.devices()[:1])

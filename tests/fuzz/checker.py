@@ -99,7 +99,11 @@ class Checker:
         case, editor = self.case, Editor(self.case)
         loss = LOSS_OBJECTS[case.family.loss]
         solver = SOLVER_OBJECTS[case.family.solver]
-        form = "matrix-free" if case.family.kernel == "matrix-free" else "auto"
+        kernel = dfl.KernelOptions(
+            form="matrix-free" if case.family.kernel == "matrix-free" else "auto",
+            refine=case.family.refine,
+            num_outputs=None if case.family.is_network else case.family.c,
+        )
 
         def fit() -> dfl.Fitted:
             return dfl.fit(
@@ -109,10 +113,8 @@ class Checker:
                 loss=loss,
                 ridge=case.ridge,
                 weights=case.weights,
-                num_outputs=None if case.family.is_network else case.family.c,
+                kernel=kernel,
                 solver=solver,
-                form=form,
-                refine=case.family.refine,
                 progress=False,
             )
 

@@ -55,6 +55,29 @@ def arg(kind: str, good: Any, words: str) -> Argument:
     return Argument(kind, good, words)
 
 
+KERNEL = {
+    "num_outputs": arg("count", 1, "num_outputs"),
+    "form": arg("name", "dense", "form"),
+    "refine": arg("flag", False, "refine"),
+    "precision": arg("option", jax.lax.Precision.HIGHEST, "precision"),
+}
+SKETCH = {"rank": arg("rank", 2, "rank"), "key": arg("key", key, "key")}
+
+
+def grouped(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `KernelOptions` and `Sketch` put into their records."""
+    groups = {
+        "kernel": (dfl.KernelOptions, {*KERNEL, "operator"}),
+        "sketch": (dfl.Sketch, {*SKETCH}),
+    }
+    rest = dict(options)
+    for name, (record, fields) in groups.items():
+        given = {field: rest.pop(field) for field in fields & set(rest)}
+        if given:
+            rest[name] = record(**given)
+    return rest
+
+
 def models() -> dict[str, Any]:
     one, two = (dfl.linearize(linear, jnp.zeros((D, c))) for c in (1, C))
     convex = dfl.Convex(lambda f, y: jnp.sum((f - y) ** 2))
@@ -88,18 +111,16 @@ def _fits(m: dict[str, Any]) -> list[Entry]:
     options = {
         "ridge": arg("positive", 0.1, "ridge"),
         "weights": arg("weights", np.ones(N), "weights"),
-        "num_outputs": arg("count", 1, "num_outputs"),
-        "form": arg("name", "auto", "form"),
+        **KERNEL,
+        "operator": arg("option", m["squared"].kernel_op, "operator"),
+        "kernel": arg("option", m["squared"].kernel_op, "kernel"),
         "mesh": arg("mesh", device, "mesh"),
-        "kernel_op": arg("option", m["squared"].kernel_op, "kernel_op"),
-        "refine": arg("flag", False, "refine"),
-        "precision": arg("option", jax.lax.Precision.HIGHEST, "precision"),
         "solver": arg("option", dfl.CG(), "solver"),
         "tolerance": arg("positive", 1e-3, "tolerance"),
         "rtol": arg("fraction", 1e-3, "rtol"),
         "max_steps": arg("count", 50, "max_steps"),
-        "rank": arg("rank", 2, "rank"),
-        "key": arg("key", jax.random.key(0), "key"),
+        **SKETCH,
+        "sketch": arg("option", dfl.Sketch(2), "sketch"),
         "on_failure": arg("name", "raise", "on_failure"),
         "progress": arg("progress", False, "progress"),
         "loss": arg("thing", dfl.SquaredError(), "loss"),
@@ -108,20 +129,22 @@ def _fits(m: dict[str, Any]) -> list[Entry]:
     def fit(model: Any = m["one"], **given: Any) -> Any:
         options = {"x": x, "y": y, "loss": dfl.SquaredError(), "ridge": 0.1, "progress": False}
         options |= given
-        return dfl.fit(model, options.pop("x"), options.pop("y"), **options)
+        return dfl.fit(model, options.pop("x"), options.pop("y"), **grouped(options))
 
     def trained(**given: Any) -> Any:
         options = {"x": x, "y": y, "loss": dfl.SquaredError(), "ridge": 0.1, "progress": False}
         options |= {"trained_params": theta, "model": m["one"], **given}
         first = [options.pop(name) for name in ("model", "trained_params", "x", "y")]
-        return dfl.from_trained(*first, **options)
+        return dfl.from_trained(*first, **grouped(options))
 
     def descend(**given: Any) -> Any:
         options = {"x": x, "y": y, "loss": dfl.SquaredError(), "ridge": 0.1, "progress": False}
         options |= {"rate": 0.1, "epochs": 3, **given}
-        return dfl.kernel_gradient_descent(m["one"], options.pop("x"), options.pop("y"), **options)
+        first = [options.pop(name) for name in ("x", "y")]
+        return dfl.kernel_gradient_descent(m["one"], *first, **grouped(options))
 
-    shared = ("ridge", "weights", "form", "mesh", "rank", "key", "progress", "loss")
+    shared = ("ridge", "weights", "mesh", "progress", "loss", "kernel", "operator", "sketch")
+    shared += (*KERNEL, *SKETCH)
     model = arg("thing", m["one"], "model|kernel|outputs")
     return [
         Entry("fit", fit, {**data, **options, "model": model}),
@@ -169,6 +192,8 @@ def _fits(m: dict[str, Any]) -> list[Entry]:
                 "initial_outputs": arg("maybe numbers", y, "initial_outputs"),
                 "retain": arg("maybe indices", np.array([0, 1]), "retain"),
                 "record_every": arg("count", 2, "record_every"),
+                **KERNEL,
+                "kernel": options["kernel"],
                 "loss": options["loss"],
                 "ridge": options["ridge"],
                 "progress": options["progress"],
@@ -307,13 +332,12 @@ def _tools(m: dict[str, Any], folder: Path, file: Path) -> list[Entry]:
         Entry(
             "kernel_operator",
             lambda x=x, model=m["one"], **g: dfl.kernel_operator(
-                model, x, **{"progress": False, **g}
+                model, x, **grouped({"progress": False, **g})
             ),
             {
                 "x": arg("queries", x, X),
                 "model": arg("thing", m["one"], "model"),
-                "num_outputs": arg("count", 1, "num_outputs"),
-                "form": arg("name", "dense", "form"),
+                **KERNEL,
                 "mesh": arg("mesh", device, "mesh"),
                 "progress": arg("progress", False, "progress"),
             },
@@ -391,6 +415,7 @@ def _tools(m: dict[str, Any], folder: Path, file: Path) -> list[Entry]:
                 "path": arg("path", str(file), "path"),
                 "model": arg("thing", m["one"], "model"),
                 "loss": arg("option", dfl.SquaredError(), "loss"),
+                "kernel": arg("option", m["squared"].kernel_op, "kernel"),
                 "progress": arg("progress", False, "progress"),
             },
         ),

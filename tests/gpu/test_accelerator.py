@@ -99,7 +99,7 @@ def test_a_fit_peaks_near_the_size_of_its_kernel():
     device = jax.local_devices()[0]
     before = device.memory_stats()["bytes_in_use"]
     options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "on_failure": "report"}
-    fitted = dfl.fit(model, x, RNG.integers(0, c, n), form="dense", progress=False, **options)
+    fitted = dfl.fit(model, x, RNG.integers(0, c, n), kernel="dense", progress=False, **options)
     fitted.edit(dfl.Remove(np.arange(0, n, 10)), on_failure="report").params()
     peak = device.memory_stats()["peak_bytes_in_use"] - before
     assert peak <= 1.2 * fitted.kernel_op.num_bytes

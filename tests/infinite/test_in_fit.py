@@ -52,7 +52,7 @@ def test_cholesky_and_cg_agree_on_fit_edit_and_queries():
 def test_an_edit_of_many_steps_is_a_retraining():
     x, y, queries = digits(40)
     keep = np.setdiff1d(np.arange(40), [3, 17, 30])
-    refit = fit(x[keep], y[keep], Cholesky(), num_outputs=10)
+    refit = fit(x[keep], y[keep], Cholesky(), kernel=dfl.KernelOptions(num_outputs=10))
     update = fit(x, y, Cholesky()).edit(dfl.Remove([3, 17, 30]), steps=8, solver=Cholesky())
     np.testing.assert_allclose(update.predict(queries), refit.predict(queries), atol=1e-8)
 

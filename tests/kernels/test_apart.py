@@ -45,8 +45,8 @@ COUPLED = {
     ),
 }
 DOORS = {
-    "fit": lambda m: dfl.fit(m, X, Y, form="dense", **OPTIONS),
-    "matrix-free": lambda m: dfl.fit(m, X, Y, form="matrix-free", **OPTIONS),
+    "fit": lambda m: dfl.fit(m, X, Y, kernel="dense", **OPTIONS),
+    "matrix-free": lambda m: dfl.fit(m, X, Y, kernel="matrix-free", **OPTIONS),
     "nystrom": lambda m: dfl.low_rank(m, X, 6),
     "random features": lambda m: dfl.fit(
         dfl.low_rank(m, X, 6, method="random-features"), X, Y, **OPTIONS

@@ -76,7 +76,7 @@ def test_products_are_those_of_the_rule(model):
 
 @pytest.mark.parametrize("form", ["dense", "matrix-free"])
 def test_fit_predict_add_and_parameters(model, form):
-    fitted = dfl.fit(model, X[:6], Y[:6], form=form, **OPTIONS)
+    fitted = dfl.fit(model, X[:6], Y[:6], kernel=form, **OPTIONS)
     np.testing.assert_allclose(fitted.predict(XQ), ridge_regression(X[:6], Y[:6])[1], atol=1e-7)
     update = fitted.edit(dfl.Add(X[6:], Y[6:]))
     move, want = ridge_regression(X, Y)
@@ -102,6 +102,6 @@ def test_random_features_from_trained_and_primal(model):
 def test_a_rule_without_a_jacobian_is_refused_in_words():
     model = dfl.linearize(lambda p, x: clipped(x @ p["W"]) @ p["O"], PARAMS)
     with pytest.raises(ValueError, match="not linear in the cotangent"):
-        dfl.fit(model, X, Y, form="matrix-free", **OPTIONS)
+        dfl.fit(model, X, Y, kernel="matrix-free", **OPTIONS)
     with pytest.raises(ValueError, match="not linear in the cotangent"):
-        dfl.fit(model, X, Y, form="dense", **OPTIONS)
+        dfl.fit(model, X, Y, kernel="dense", **OPTIONS)

@@ -115,14 +115,14 @@ def test_kernels_and_products_follow_the_change(case):
 def test_a_fit_reads_anew_and_what_it_made_stays_whole(case, form):
     apply_fn, change = case
     model = dfl.linearize(apply_fn, W)
-    before = dfl.fit(model, X, Y, form=form, **OPTIONS)
+    before = dfl.fit(model, X, Y, kernel=form, **OPTIONS)
     np.testing.assert_allclose(before.predict(XQ), truth(FIRST)[1], atol=1e-7)
     change()
     # Programs that are compiled answer for the model they were made for; new ones are refused.
     np.testing.assert_allclose(before.predict(XQ), truth(FIRST)[1], atol=1e-7)
     with pytest.raises(ValueError, match="closes over has changed"):
         before.predict(np.concatenate([XQ, XQ]))
-    after = dfl.fit(model, X, Y, form=form, **OPTIONS)
+    after = dfl.fit(model, X, Y, kernel=form, **OPTIONS)
     np.testing.assert_allclose(after.predict(XQ), truth(SECOND)[1], atol=1e-7)
     np.testing.assert_allclose(
         after.predict(np.concatenate([XQ, XQ]))[3:], truth(SECOND)[1], atol=1e-7

@@ -111,7 +111,7 @@ def _layout():
 
 
 def _dense(dtype=jnp.float64):
-    return dfl.kernel_operator(network(dtype), jnp.asarray(X[:N], dtype), form="dense")
+    return dfl.kernel_operator(network(dtype), jnp.asarray(X[:N], dtype), kernel="dense")
 
 
 def _case(model, op, lacks="", refuses="", points=X):
@@ -125,7 +125,7 @@ def _stored(folder):
 
 def _bordered():
     x = jnp.asarray(X[:N])
-    small = dfl.kernel_operator(network(), x[:4], form="dense")
+    small = dfl.kernel_operator(network(), x[:4], kernel="dense")
     columns = network().kernel(x, x[4:], progress=False)
     return ops.BorderedOperator.around(small, columns).with_columns(columns, 4, N)
 
@@ -140,7 +140,9 @@ ROWS = "at_points with_features"
 STRUCTURES: dict[str, Callable[[Any], Case]] = {
     "dense": lambda _: _case(network(), _dense(), ROWS),
     "kronecker": lambda _: _case(
-        smooth, dfl.kernel_operator(smooth, jnp.asarray(X[:N]), num_outputs=C), ROWS
+        smooth,
+        dfl.kernel_operator(smooth, jnp.asarray(X[:N]), kernel=dfl.KernelOptions(num_outputs=C)),
+        ROWS,
     ),
     "low rank": lambda _: _case(
         network(),

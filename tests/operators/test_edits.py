@@ -52,7 +52,7 @@ def ridge_regression(K, name, queries):
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_edits_are_exact_retraining_for_every_structure_and_solver(name, solver, tmp_path):
     case = STRUCTURES[name](tmp_path)
-    options = {"loss": dfl.SquaredError(), "ridge": RIDGE, "kernel_op": case.op, "progress": False}
+    options = {"loss": dfl.SquaredError(), "ridge": RIDGE, "kernel": case.op, "progress": False}
     if solver in case.refuses:
         with pytest.raises(ValueError, match="devices"):
             dfl.fit(case.model, case.x, Y[:N], solver=SOLVERS[solver], **options)
@@ -85,17 +85,15 @@ class TestAStrangersOperator:
     def case(self, tmp_path):
         return STRUCTURES["a stranger's"](tmp_path)
 
-    def fit(self, case, op=None, **options):
+    def fit(self, case, op=None, **how):
         return dfl.fit(
             case.model,
             case.x,
             np.arange(N) % C,
             loss=dfl.SoftmaxCrossEntropy(),
             ridge=RIDGE,
-            num_outputs=C,
-            kernel_op=case.op if op is None else op,
+            kernel=dfl.KernelOptions(operator=case.op if op is None else op, **how),
             progress=False,
-            **options,
         )
 
     def test_is_fitted_edited_read_out_saved_and_loaded(self, case, tmp_path):
@@ -103,7 +101,7 @@ class TestAStrangersOperator:
         own, other = (self.fit(case, op) for op in (case.op, dense))
         assert "random directions" in " ".join(own.stats.notes)
         own.save(tmp_path / "own.npz")
-        loaded = dfl.load(tmp_path / "own.npz", case.model, kernel_op=case.op)
+        loaded = dfl.load(tmp_path / "own.npz", case.model, kernel=case.op)
         assert type(loaded.kernel_op) is type(case.op)
         for edit in (dfl.Remove([1]), dfl.Add(case.points[N:], np.array([0, 1]))):
             want = other.edit(edit, until=1e-9).predict(case.x)

@@ -75,9 +75,9 @@ def test_refuses_what_it_cannot_do(problem):
 
 def test_landmark_columns_precondition_a_matrix_free_kernel(problem):
     model, x, y = problem
-    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-4, "form": "matrix-free"}
-    plain = dfl.fit(model, x, y, solver=dfl.CG(), rank=0, **options)
-    helped = dfl.fit(model, x, y, solver=dfl.CG(), rank=30, **options)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-4, "kernel": "matrix-free"}
+    plain = dfl.fit(model, x, y, solver=dfl.CG(), sketch=dfl.Sketch(0), **options)
+    helped = dfl.fit(model, x, y, solver=dfl.CG(), sketch=dfl.Sketch(30), **options)
     assert any("landmarks" in note for note in helped.stats.notes)
     assert 2 * helped.stats.iterations < plain.stats.iterations
     np.testing.assert_allclose(helped.outputs, plain.outputs, atol=1e-6)

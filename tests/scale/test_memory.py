@@ -15,7 +15,7 @@ from dualfluence.operators import DenseOperator, KroneckerOperator
 
 SIZE = 2400
 LOSS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "progress": False}
-OPTIONS = LOSS | {"on_failure": "report", "rank": 8, "solver": dfl.CG()}
+OPTIONS = LOSS | {"on_failure": "report", "sketch": dfl.Sketch(8), "solver": dfl.CG()}
 
 
 def network(params, x):
@@ -48,7 +48,7 @@ def test_fit_and_removal_of_a_dense_kernel(outputs, proportions):
     n = SIZE // outputs
     model, x, y = problem(n, outputs)
     with compiled_peaks() as peaks:
-        fitted = dfl.fit(model, x, y, form="dense", **OPTIONS)
+        fitted = dfl.fit(model, x, y, kernel="dense", **OPTIONS)
     assert fitted.kernel_op.num_bytes == proportions
     assert {"_put", "_entries", "newton_step"} <= {name for name, _ in peaks} | {
         name.lstrip("_") for name, _ in peaks
@@ -65,7 +65,7 @@ def test_fit_and_removal_of_a_dense_kernel(outputs, proportions):
 def test_fit_of_a_kernel_with_equal_outputs(proportions):
     _, x, y = problem(SIZE, 3)
     with compiled_peaks() as peaks:
-        fitted = dfl.fit(rbf, x, y, num_outputs=3, **OPTIONS)
+        fitted = dfl.fit(rbf, x, y, kernel=dfl.KernelOptions(num_outputs=3), **OPTIONS)
         fitted.edit(dfl.Remove(np.arange(0, SIZE, 10)), solver=dfl.CG(), on_failure="report")
     assert fitted.kernel_op.num_bytes == proportions
     for name, peak in peaks:
@@ -74,14 +74,14 @@ def test_fit_of_a_kernel_with_equal_outputs(proportions):
 
 def test_a_given_matrix_is_not_copied():
     K = jnp.eye(30, dtype=jnp.float64)
-    fitted = dfl.fit(K, None, np.arange(30) % 2, num_outputs=2, **LOSS)
+    fitted = dfl.fit(K, None, np.arange(30) % 2, kernel=dfl.KernelOptions(num_outputs=2), **LOSS)
     assert fitted.kernel_op.matrix is K
 
 
 def test_refined_products_hold_a_panel_in_float64(proportions):
     model, x, y = problem(SIZE // 10, 10)
     with compiled_peaks() as peaks:
-        dfl.fit(model, x, y, form="dense", refine=True, **OPTIONS)
+        dfl.fit(model, x, y, kernel=dfl.KernelOptions(form="dense", refine=True), **OPTIONS)
     for name, peak in peaks:
         assert peak <= 1.2 * proportions, name
 

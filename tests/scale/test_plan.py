@@ -67,10 +67,10 @@ def test_fit_refuses_before_allocating(monkeypatch):
     x = np.random.default_rng(0).normal(size=(40, 2))
     options = {"loss": dfl.SquaredError(), "ridge": 1.0}
     with pytest.raises(dfl.PlanError, match="matrix-free"):
-        dfl.fit(model, x, x[:, :1], form="dense", **options)
+        dfl.fit(model, x, x[:, :1], kernel="dense", **options)
     with pytest.raises(dfl.PlanError, match="store"):
         dfl.fit(lambda a, b: a @ b.T, x, x[:, :1], **options)
-    assert dfl.fit(model, x, x[:, :1], form="matrix-free", **options).stats.converged
+    assert dfl.fit(model, x, x[:, :1], kernel="matrix-free", **options).stats.converged
 
 
 @pytest.mark.parametrize("bad", [{"n": 0}, {"n": 3, "rank": 0}, {"n": 3, "structure": "sparse"}])
@@ -105,18 +105,19 @@ def measure(form, n, c, width, folder):
     model = dfl.linearize(network, [jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes])
     x, y = rng.normal(size=(n, 20)).astype(np.float32), rng.integers(0, c, n)
     options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.1, "max_steps": 1, "progress": False}
-    options |= {"on_failure": "report", "num_outputs": c}
+    options |= {"on_failure": "report"}
     outside = 0
     with compiled_peaks() as peaks:
         if form in ("dense", "matrix-free"):
-            dfl.fit(model, x, y, form=form, **options)
+            dfl.fit(model, x, y, kernel=form, **options)
         elif form == "low-rank":
             dfl.fit(dfl.low_rank(model, x, 200), x, y, **options)
         elif form == "kronecker":
-            dfl.fit(NET, x, y, solver=dfl.CG(), **options)
+            wide = dfl.KernelOptions(num_outputs=c)
+            dfl.fit(NET, x, y, kernel=wide, solver=dfl.CG(), **options)
         else:
             op = dfl.store.build(NET, x, folder, num_outputs=c, progress=False).operator()
-            dfl.fit(NET, x, y, kernel_op=op, **options)
+            dfl.fit(NET, x, y, kernel=op, **options)
             tracemalloc.start()
             op._product(np.zeros((n, c), np.float32))
             outside = tracemalloc.get_traced_memory()[1]

@@ -20,14 +20,15 @@ def problem(n=60, c=3, seed=0):
 @pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=["cg", "cholesky"])
 def test_refinement_reaches_1e_6_where_float32_stalls(solver):
     K, y = problem()
-    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-4, "num_outputs": 3}
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-4}
     options |= {"solver": solver, "on_failure": "report"}
     kernel = dfl.PrecomputedKernel(jnp.asarray(K.reshape(60, 3, 60, 3)))
     x = np.arange(60)
-    plain = dfl.fit(kernel, x, y, **options)
-    refined = dfl.fit(kernel, x, y, refine=True, **options)
+    narrow, refine = (dfl.KernelOptions(num_outputs=3, refine=refine) for refine in (False, True))
+    plain = dfl.fit(kernel, x, y, kernel=narrow, **options)
+    refined = dfl.fit(kernel, x, y, kernel=refine, **options)
     wide = dfl.PrecomputedKernel(jnp.asarray(K.reshape(60, 3, 60, 3), jnp.float64))
-    truth = dfl.fit(wide, x, y, **{**options, "solver": dfl.Cholesky()})
+    truth = dfl.fit(wide, x, y, kernel=narrow, **{**options, "solver": dfl.Cholesky()})
     assert float(plain.certificate.relative_bound) > 1e-4
     assert float(refined.certificate.relative_bound) < 1e-6
     assert "refined" in refined.stats.solver
@@ -62,8 +63,7 @@ def test_refine_needs_entries():
             x[:, :1],
             loss=dfl.SquaredError(),
             ridge=1.0,
-            form="matrix-free",
-            refine=True,
+            kernel=dfl.KernelOptions(form="matrix-free", refine=True),
         )
 
 
@@ -75,8 +75,7 @@ def test_cheaper_products_are_measured():
         y,
         loss=dfl.SoftmaxCrossEntropy(),
         ridge=1.0,
-        num_outputs=3,
-        precision=jax.lax.Precision.DEFAULT,
+        kernel=dfl.KernelOptions(num_outputs=3, precision=jax.lax.Precision.DEFAULT),
         on_failure="report",
     )
     assert any("DEFAULT precision, off by" in note for note in fitted.stats.notes)
@@ -90,7 +89,7 @@ def test_refined_fits_of_float32_networks_read_out():
     model = dfl.linearize(lambda p, x: jnp.tanh(x) @ p, params)
     options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "progress": False}
     y = rng.integers(0, 3, 12)
-    fitted = dfl.fit(model, x, y, refine=True, **options)
+    fitted = dfl.fit(model, x, y, kernel=dfl.KernelOptions(refine=True), **options)
     update = fitted.edit(dfl.Remove([0, 3]), until=1e-6)
     wide = dfl.linearize(lambda p, x: jnp.tanh(x) @ p, params.astype(jnp.float64))
     want = dfl.fit(wide, x.astype(np.float64), y, **options).edit(dfl.Remove([0, 3]), until=1e-10)

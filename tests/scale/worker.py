@@ -81,7 +81,7 @@ def read_out(name, model, queries):
             record(f"{name}/delta_loss{include_ridge}", change)
 
 
-def run(name, model, kinds, **options):
+def run(name, model, kinds, kernel=None):
     params, x, labels, (x_new, y_new), queries = make_data()
     fitted = dfl.fit(
         model(params),
@@ -92,7 +92,7 @@ def run(name, model, kinds, **options):
         tolerance=1e-12,
         mesh=MESH,
         solver=dfl.CG(),
-        **options,
+        kernel=kernel,
     )
     record(f"{name}/alpha", fitted.alpha)
     record(f"{name}/outputs", fitted.outputs)
@@ -132,20 +132,21 @@ def run_others():
     narrow = jax.tree.map(lambda a: a.astype(jnp.float32), params)
     model = dfl.linearize(network, narrow)
     x32 = x.astype(np.float32)
-    refined = {"solver": dfl.CG(), "tolerance": 1e-11, "refine": True, **options}
-    fitted = dfl.fit(model, x32, labels, mesh=MESH, **refined)
+    refined = {"solver": dfl.CG(), "tolerance": 1e-11, "kernel": dfl.KernelOptions(refine=True)}
+    fitted = dfl.fit(model, x32, labels, mesh=MESH, **refined, **options)
     read_out("refined", fitted, queries)
     read_out("refined/exact", fitted.edit(gone, until=1e-9), queries)
     net = dfl.infinite.serial(dfl.infinite.Dense(), dfl.infinite.Relu(), dfl.infinite.Dense())
-    op = dfl.kernel_operator(net, x, num_outputs=C, mesh=MESH)
+    op = dfl.kernel_operator(net, x, kernel=dfl.KernelOptions(num_outputs=C), mesh=MESH)
     if MESH is not None:
         shares("infinite/kernel", op.op.matrix)
     settings = {"solver": dfl.CG(), "tolerance": 1e-12, **options}
-    wide = dfl.fit(net, x, labels, num_outputs=C, kernel_op=op, **settings)
+    wide = dfl.fit(net, x, labels, kernel=op, **settings)
     read_out("infinite", wide, queries)
     read_out("infinite/retrain", wide.retrain(gone, tolerance=1e-12), queries)
     if args.process is None:  # moving a model is for one process
-        alone = dfl.fit(dfl.linearize(network, params), x, labels, rank=40, **settings)
+        settings["sketch"] = dfl.Sketch(40)
+        alone = dfl.fit(dfl.linearize(network, params), x, labels, **settings)
         update = alone.edit(gone, rtol=1e-13, solver=dfl.CG(), mesh=MESH)
         read_out("moved", update, queries)
         record("moved/outputs", update.outputs)
@@ -158,8 +159,8 @@ if args.others:
     run_others()
 else:
     run("dense", lambda params: dfl.linearize(network, params), EDITS)
-    run("kronecker", lambda params: rbf, ("remove",), num_outputs=C)
-    free = {"form": "matrix-free"}
-    run("free", lambda params: dfl.linearize(network, params, batch_size=4), ("remove",), **free)
+    run("kronecker", lambda params: rbf, ("remove",), dfl.KernelOptions(num_outputs=C))
+    free = lambda params: dfl.linearize(network, params, batch_size=4)  # noqa: E731
+    run("free", free, ("remove",), "matrix-free")
 if args.process in (None, 0):
     np.savez(args.out, **results)

@@ -28,10 +28,10 @@ fitted = dfl.fit(
     y,
     loss=dfl.SquaredError(),
     ridge=1e-2,
-    kernel_op=store.operator(),
+    kernel=store.operator(),
     rtol=RTOL,
     tolerance=1e-3,
-    rank=16,
+    sketch=dfl.Sketch(16),
 )
 update = fitted.edit(dfl.Remove(np.arange(0, POINTS, 10)), rtol=RTOL)
 facts = {

@@ -61,9 +61,9 @@ def test_fit_and_every_edit_from_disk_equal_those_in_memory(problem, tmp_path, k
     if kind == "kronecker":
         model = lambda a, b: jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1) / 8)  # noqa: E731
     store = dfl.store.build(model, x, tmp_path / "k", num_outputs=3, tile=6, progress=False)
-    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "num_outputs": 3}
-    stored = dfl.fit(model, x, y, kernel_op=store.operator(), **options)
-    memory = dfl.fit(model, x, y, **options)
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2}
+    stored = dfl.fit(model, x, y, kernel=store.operator(), **options)
+    memory = dfl.fit(model, x, y, kernel=dfl.KernelOptions(num_outputs=3), **options)
     assert "disk" in stored.stats.reason
     np.testing.assert_allclose(stored.alpha, memory.alpha, atol=1e-9 * np.abs(memory.alpha).max())
     edits = [dfl.Remove([0, 3]), dfl.Relabel([1], [2]), dfl.Reweight([2], [3.0])]

@@ -237,12 +237,14 @@ def test_losses_that_fail_or_give_no_scalar_are_named():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_outputs": 3}, "num_outputs: 3 was given, but apply_fn has 1 outputs"),
+        (
+            {"kernel": dfl.KernelOptions(num_outputs=3)},
+            "num_outputs: 3 was given, but apply_fn has 1 outputs",
+        ),
         ({"max_steps": -1}, "max_steps must be a whole number, at least 1, got -1"),
         ({"max_steps": 0}, "max_steps must be a whole number, at least 1, got 0"),
         ({"tolerance": np.inf}, "tolerance must be a positive number, finite, got inf"),
         ({"ridge": 1e-320}, "ridge: λ must lie in the range of float64"),
-        ({"rank": -1}, "rank must be a whole number, at least 0"),
     ],
 )
 def test_options_of_fit_that_cannot_be_meant(changes, words):

@@ -95,7 +95,7 @@ def test_the_program_for_accelerators_gives_the_same_as_the_hosts(loss_name, mon
 
 def test_a_matrix_free_kernel_goes_through_edit():
     p = problems.linear_problem(16, 2, 20, "softmax", ridge=0.05)
-    engine = Engine(cases.fit(p, form="matrix-free"))
+    engine = Engine(cases.fit(p, kernel="matrix-free"))
     assert run(engine, [3, 4]) == ["edit", "edit"]
     assert true_distance(p, engine.fitted, [3, 4]) <= engine.fitted.certificate.distance_bound
 

@@ -47,7 +47,7 @@ def total_memory() -> int:
 
 
 def memory_budget() -> int:
-    """Bytes that a dense kernel may take before `form="auto"` goes matrix-free."""
+    """Bytes that a dense kernel may take before `kernel="auto"` goes matrix-free."""
     return int(SHARE * total_memory())
 
 

@@ -28,6 +28,7 @@ from .._support.checks import (
     check_number,
     check_queries,
     check_range,
+    check_ridge,
     check_rows,
     training_weights,
 )
@@ -35,11 +36,12 @@ from .._support.compile import filter_jit
 from .._support.options import check_count, check_positive, maybe
 from .._support.progress import ProgressFn, Ticker
 from ..losses import AbstractLoss
+from ..models._options import KernelArgument, kernel_options
 from ..models._sources import as_source
 from ..operators import AbstractKernelOperator
 from ..problem._objective import Problem, State, make_problem
 from ._record import Clock
-from ._setup import prepare
+from ._setup import place_source, prepare
 
 CHUNK = 250
 POWER_STEPS = 50
@@ -82,8 +84,7 @@ def kernel_gradient_descent(
     initial_outputs: Any = None,
     initial_query_outputs: Any = None,
     retain: Any = None,
-    num_outputs: int | None = None,
-    kernel_op: AbstractKernelOperator | None = None,
+    kernel: KernelArgument = None,
     record_every: int | None = None,
     progress: bool | ProgressFn = True,
 ) -> Descent:
@@ -96,24 +97,23 @@ def kernel_gradient_descent(
 
     **Arguments:**
 
-    - `model`, `x`, `y`, `loss`, `ridge`, `num_outputs`: as in `fit`.
+    - `model`, `x`, `y`, `loss`, `ridge`, `kernel`: as in `fit`.
     - `rate`, `epochs`, `momentum`: `v ← μv + ∇L`, `θ ← θ − ηv`.
     - `x_query`: points whose outputs are followed as well.
     - `initial_outputs`, `initial_query_outputs`: `f₀` at training and query points; by default
       those of the network, or zero for a kernel.
     - `retain`: positions of the training points to train on, or one sample weight per point.
-    - `kernel_op`: `K` on the training points, if it is already there.
     - `record_every`: keep the dual variables every so many epochs, the start included.
 
     **Returns:** `Descent`. Raises `FloatingPointError` if it diverges.
     """
     clock = Clock()
     rate, epochs, momentum, record_every = _check_settings(rate, epochs, momentum, record_every)
-    source = as_source(model, x)
+    what = "kernel_gradient_descent"
+    ridge, options = check_ridge(ridge), kernel_options(what, kernel)
+    source = place_source(what, as_source(model, x), None, options.operator)
     weights = _sample_weights(retain, as_array("y", y))
-    data, op, offset, _ = prepare(
-        source, x, y, loss, ridge, weights, num_outputs, "auto", progress, kernel_op
-    )
+    data, op, offset, _ = prepare(what, source, x, y, loss, ridge, weights, options, progress)
     layout = op.layout
     if initial_outputs is not None:
         shape = (data.num_points, offset.shape[1])
@@ -124,7 +124,7 @@ def kernel_gradient_descent(
     if queries is not None and initial_query_outputs is not None:
         shape = (queries.shape[0], offset.shape[1])
         base = _initial("initial_query_outputs", initial_query_outputs, shape, offset.dtype)
-    problem = make_problem(data, loss, float(ridge), offset, layout)
+    problem = make_problem(data, loss, ridge, offset, layout)
     state, norms, recorded = _descend(
         op, problem, rate, momentum, epochs, record_every or CHUNK, progress
     )

@@ -2,50 +2,35 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import PRNGKeyArray
 
-from .._support.checks import as_features, check_fraction
-from .._support.options import (
-    check_choice,
-    check_count,
-    check_flag,
-    check_instance,
-    check_on_failure,
-    check_positive,
-    check_progress,
-    check_solver,
-    maybe,
-)
+from .._support.checks import as_features, check_ridge
+from .._support.options import check_count, check_positive, check_progress, maybe
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
 from ..models._checks import check_network
-from ..models._sources import FORMS, as_source
-from ..operators import (
-    AbstractKernelOperator,
-)
+from ..models._options import KernelArgument, kernel_options
+from ..models._sources import AbstractSource, as_source
+from ..operators import AbstractKernelOperator
 from ..operators._layout import Device
-from ..solvers import (
-    AbstractDualSolver,
-    Auto,
-    resolve,
-)
-from ._fitted import Fitted, Settings
-from ._record import Clock, OnFailure
-from ._setup import (
-    check_sketch,
-    choose_form,
-    make_preconditioner,
-    mesh_of,
-    place_source,
-    prepare,
-    with_precision,
-)
+from ..problem._certificate import Certificate
+from ..problem._objective import State
+from ..solvers import AbstractDualSolver, Auto, resolve
+from ._auto_ridge import auto_ridge, is_auto
+from ._fitted import Fitted
+from ._newton import op_diagonal
+from ._record import Clock, OnFailure, Stats, check_outcome
+from ._run import Settings, run, settings
+from ._setup import Setup, make_operator, place_source, prepare
+from ._sketch import Sketch, as_sketch, make_preconditioner
 from ._train import MAX_STEPS, Goal, default_tolerance
+
+NO_CERTIFICATE = Certificate(float("inf"), 0.0, 0.0, 1.0)
+NOT_TRAINED = "not trained yet"
 
 
 def fit(
@@ -54,20 +39,15 @@ def fit(
     y: Any,
     *,
     loss: AbstractLoss,
-    ridge: float,
+    ridge: float | Literal["auto"],
     weights: Any = None,
-    num_outputs: int | None = None,
-    form: str = "auto",
+    kernel: KernelArgument = None,
     mesh: Mesh | Sequence[Device] | None = None,
-    kernel_op: AbstractKernelOperator | None = None,
-    refine: bool = False,
-    precision: jax.lax.Precision | None = None,
     solver: AbstractDualSolver | Auto | None = None,
     tolerance: float | None = None,
     rtol: float | None = None,
     max_steps: int = MAX_STEPS,
-    rank: int | None = None,
-    key: PRNGKeyArray | None = None,
+    sketch: Sketch | None = None,
     on_failure: OnFailure = "raise",
     progress: bool | ProgressFn = True,
 ) -> Fitted:
@@ -75,86 +55,121 @@ def fit(
 
     $$\sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad w_i = s_i/\sum_j s_j,$$
 
-    by damped Newton steps in data space. Tens of products with `K`, where gradient descent takes
-    thousands.
+    by damped Newton steps in data space: tens of products with `K`, where descent takes thousands.
 
     **Arguments:**
 
     - `model`: from `linearize` or `dualfluence.infinite`, anything with `kernel(x1, x2)`, such a
       function, or a precomputed kernel matrix (then `x` may be `None`).
-    - `x`, `y`: training features and targets, points on axis 0.
-    - `loss`, `ridge`: `ℓ` and `λ > 0`.
-    - `weights`: sample weights `s`, 1 by default.
-    - `num_outputs`: `c`, when neither model nor targets tell.
-    - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
+    - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0.
+    - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` of least leave-one-out loss over a grid
+      and says why in `stats.notes` (a `K` in memory, on one device).
+    - `kernel`: how `K` is held, or `K` itself: see `KernelOptions`.
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.
-    - `kernel_op`: `K` on these points, if you have it: `store.build(...).operator()` for one on
-      disk, `kernel_operator(...)`, or any operator. `model` then serves base outputs and queries.
-    - `refine`: with a float32 kernel, keep dual variables and residuals in float64 and refine the
-      float32 solves, here and in edits: float64 accuracy (for `K` as it is stored) at float32's price.
-    - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
-      on accelerators, and the error that makes is in `stats.notes`.
-    - `solver`: `Auto()` by default.
-    - `tolerance`: on `certificate.relative_bound`; by default near what the dtype allows.
-    - `rtol`: relative residual of the last linear solves.
-    - `rank`: columns of the preconditioner kept for later edits; 0 for none.
-    - `key`: randomness of that preconditioner's sketch.
+    - `solver`, `rtol`: `Auto()` by default; relative residual of the last linear solves.
+    - `tolerance`, `max_steps`: on `certificate.relative_bound`, by default near what the dtype allows.
+    - `sketch`: the preconditioner kept for later edits: see `Sketch`.
     - `on_failure`: `"report"` returns a fit that missed its tolerance, marked in `stats`.
-
-    **Returns:** `Fitted`.
+    - `progress`: `False` for silence, or a function `(done, total, label)`.
     """
-    check_solver("fit", solver, (AbstractDualSolver, Auto))
-    check_fraction("fit: rtol", rtol)
+    how = settings("fit", solver, rtol, on_failure, progress)
     tolerance = maybe(check_positive, "fit: tolerance", tolerance)
-    max_steps = check_count("fit: max_steps", max_steps)
-    refine = check_flag("fit: refine", refine)
-    example = "one of jax.lax.Precision, e.g. jax.lax.Precision.HIGHEST"
-    maybe(check_instance, "fit: precision", precision, kinds=jax.lax.Precision, example=example)
-    rank = check_sketch("fit", rank, key)
-    check_on_failure("fit", on_failure)
+    max_steps, sketch = check_count("fit: max_steps", max_steps), as_sketch("fit", sketch)
+    given, options = None if is_auto(ridge) else check_ridge(ridge), kernel_options("fit", kernel)
     clock = Clock()
-    source = place_source(as_source(model, x), mesh_of(kernel_op) if mesh is None else mesh)
-    setup = prepare(source, x, y, loss, ridge, weights, num_outputs, form, progress, kernel_op)
-    data, op, offset, notes = with_precision(setup, loss, y, refine, precision)
-    picked = resolve(solver or Auto(), op)
-    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, rank, key)
-    untrained = Fitted.untrained(source, data, loss, float(ridge), op, offset, preconditioner)
-    limit = default_tolerance(offset.dtype) if tolerance is None else tolerance
+    source = place_source("fit", as_source(model, x), mesh, options.operator)
+    setup = prepare("fit", source, x, y, loss, given, weights, options, progress)
+    start = _untrained(source, setup, loss, given or 1.0, how, sketch)
+    limit = default_tolerance(start.offset.dtype) if tolerance is None else tolerance
     goal = Goal(None, limit, max_steps)
-    settings = Settings("fit", goal, solver or Auto(), rtol, on_failure, progress)
-    update = untrained.run(data, untrained.state, settings, clock, notes + sketched.notes)
-    stats = update.stats._replace(products=update.stats.products + sketched.products)
-    return replace(update.commit(), stats=stats)
+    train = _train if given else _train_at_best
+    return train(start, goal, how, clock)
+
+
+def _untrained(
+    source: AbstractSource,
+    setup: Setup,
+    loss: AbstractLoss,
+    ridge: float,
+    how: Settings,
+    sketch: Sketch,
+) -> Fitted:
+    """The model at `α = 0`, with its preconditioner; `stats` count what that took."""
+    data, op, offset, notes = setup
+    solver = resolve(how.solver, op).solver
+    preconditioner, sketched = make_preconditioner(source, data.x, op, solver, sketch)
+    zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
+    notes += sketched.notes
+    inf = float("inf")
+    return Fitted(
+        source=source,
+        data=data,
+        state=State(zero, zero),
+        reference=None,
+        loss=loss,
+        ridge=ridge,
+        kernel_op=op,
+        offset=offset,
+        kernel_diagonal=op_diagonal(op),
+        preconditioner=preconditioner,
+        certificate=NO_CERTIFICATE,
+        stats=Stats(0, 0, sketched.products, False, inf, 0.0, "none", NOT_TRAINED, notes),
+        epsilon=source.narrow_eps,
+    )
+
+
+def _train(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:
+    update = run(start, start.data, start.state, goal, how, clock, start.stats.notes)
+    products = update.stats.products + start.stats.products
+    return replace(update.commit(), stats=update.stats._replace(products=products))
+
+
+def _train_at_best(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:
+    """Fits on the way to the ridge may miss their tolerance; the one that is returned may not."""
+    trials: list[Fitted] = []
+
+    def fit_at(ridge: float) -> Fitted:
+        trial = replace(start, ridge=check_ridge(ridge, start.kernel_op.narrow.dtype))
+        trials.append(_train(trial, goal, how._replace(on_failure="report"), clock))
+        return trials[-1]
+
+    fitted, reason = auto_ridge(fit_at, start)
+    stats = fitted.stats._replace(
+        products=sum(trial.stats.products for trial in trials),
+        seconds=trials[-1].stats.seconds,
+        notes=(*fitted.stats.notes, reason),
+    )
+    check_outcome(stats, how.on_failure, how.what, fitted.certificate, fitted.offset.dtype)
+    return replace(fitted, stats=stats)
 
 
 def kernel_operator(
     model: Any,
     x: Any,
     *,
-    num_outputs: int | None = None,
-    form: str = "auto",
+    kernel: KernelArgument = None,
     mesh: Mesh | Sequence[Device] | None = None,
     progress: bool | ProgressFn = True,
 ) -> AbstractKernelOperator:
-    """`K` on these points, to be multiplied with or given to `fit(kernel_op=...)`.
+    """`K` on these points, to be multiplied with or given to `fit(kernel=...)` and its like.
 
     **Arguments:**
 
-    - `model`, `form`: as in `fit`.
-    - `num_outputs`: `c` for a kernel without a network; 1 by default.
+    - `model`, `x`: as in `fit`.
+    - `kernel`: how to hold it, see `KernelOptions`; `num_outputs` is 1 by default for a kernel
+      without a network.
     - `mesh`: devices that share the rows; each computes its own, and none ever holds more.
+    - `progress`: `False` for silence, or a function `(done, total, label)`.
     """
-    check_choice("kernel_operator: form", form, FORMS)
+    options = kernel_options("kernel_operator", kernel)
     check_progress("kernel_operator", progress)
-    c = maybe(check_count, "kernel_operator: num_outputs", num_outputs) or 1
-    source = place_source(as_source(model, x), mesh)
+    if options.operator is not None:
+        raise ValueError("kernel_operator: kernel is an operator already. Say how K is to be held.")
+    source = place_source("kernel_operator", as_source(model, x), mesh, None)
     features = as_features("x", x)
-    network = source.network
+    network, c = source.network, options.num_outputs or 1
     if network is not None:
-        c = check_network(network, features, num_outputs)
+        c = check_network(network, features, options.num_outputs)
     dtype = network.dtype if network is not None else jnp.result_type(float)
-    form, _ = choose_form(source, form, features.shape[0], c, dtype)
-    op = source.operator(features, c, form=form, progress=progress)
-    op.check()
-    return op
+    return make_operator("kernel_operator", source, features, c, options, dtype, progress)[0]

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import check_finite
+from .._support.checks import check_finite, check_ridge
 from .._support.compile import filter_jit
 from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
@@ -18,26 +18,18 @@ from .._support.trees import tree_norm
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_params
+from ..models._options import KernelArgument, kernel_options
 from ..models._sources import NetworkSource
 from ..operators._layout import Device
 from ..problem._objective import Problem, State, make_problem
-from ..solvers import (
-    Auto,
-    resolve,
-)
+from ..solvers import Auto, resolve
 from ._fidelity import FAR, Fidelity, Trained, measure, see, warn_if_far
-from ._fitted import (
-    Fitted,
-)
+from ._fitted import Fitted
 from ._newton import inspect_jit, op_diagonal, op_mv
 from ._readout import Reference
 from ._record import Clock, Stats
-from ._setup import (
-    check_sketch,
-    make_preconditioner,
-    place_source,
-    prepare,
-)
+from ._setup import place_source, prepare
+from ._sketch import Sketch, as_sketch, make_preconditioner
 
 GAP_ROUNDING = 4.0
 """Safety factor on the rounding of the gap, in units of eps; doubled, bounds of converged models
@@ -55,10 +47,9 @@ def from_trained(
     weights: Any = None,
     tangent: Literal["initial", "trained"] = "trained",
     linearised: bool = False,
-    form: str = "auto",
+    kernel: KernelArgument = None,
     mesh: Mesh | Sequence[Device] | None = None,
-    rank: int | None = None,
-    key: PRNGKeyArray | None = None,
+    sketch: Sketch | None = None,
     progress: bool | ProgressFn = True,
 ) -> Fitted:
     r"""Take over a network that was trained elsewhere on
@@ -88,33 +79,38 @@ def from_trained(
     - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
       at `θ₀` (`"initial"`, as the paper does). The same for linear models.
     - `linearised`: the network that was trained is the linearisation at `θ₀` itself.
+    - `kernel`: as in `fit`; an operator that is there already must be the kernel at the `tangent`.
     - other arguments: as in `fit`.
     """
     _check_trained(model, trained_params, tangent)
     trained_params = check_params("from_trained: trained_params", model, trained_params)
     linearised = check_flag("from_trained: linearised", linearised)
-    rank = check_sketch("from_trained", rank, key)
+    sketch = as_sketch("from_trained", sketch)
+    ridge, options = check_ridge(ridge), kernel_options("from_trained", kernel)
     clock = Clock()
     model = model.bound(x)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent
     at_theta = replace(model, params=trained_params)
-    source = place_source(NetworkSource(at_theta if tangent == "trained" else model), mesh)
-    data, op, _, notes = prepare(source, x, y, loss, ridge, weights, None, form, progress)
+    network = NetworkSource(at_theta if tangent == "trained" else model)
+    source = place_source("from_trained", network, mesh, options.operator)
+    setup = prepare("from_trained", source, x, y, loss, ridge, weights, options, progress)
+    data, op, _, notes = setup
     trained = see(model, trained_params, data.x, linearised)
     check_finite("from_trained outputs", trained.outputs)
-    w = jnp.asarray(data.weights, trained.outputs.dtype)[:, None]
-    g = w * loss.grad(trained.outputs, data.targets)
-    alpha = -g / float(ridge)
+    outputs = trained.outputs.astype(op.dtype)
+    w = jnp.asarray(data.weights, outputs.dtype)[:, None]
+    g = w * loss.grad(outputs, data.targets)
+    alpha = -g / ridge
     placed = op.layout.place(alpha)
     state = State(placed, op_mv(op, placed))
-    offset = op.layout.place(trained.outputs, "last") - state.k_alpha
+    offset = op.layout.place(outputs, "last") - state.k_alpha
     gap = jax.tree.map(jnp.subtract, trained.change, source.pull_back(data.x, alpha))
     fidelity = measure(trained, model if linearised else at_theta, g, gap, ridge)
     diagonal = op_diagonal(op)
-    problem = make_problem(data, loss, float(ridge), offset, op.layout, source.narrow_eps)
+    problem = make_problem(data, loss, ridge, offset, op.layout, source.narrow_eps)
     point = inspect_jit(op, problem, state, diagonal)
-    certificate = point.norms.certificate(float(ridge))
+    certificate = point.norms.certificate(ridge)
     left = tree_norm(gap) + _gap_rounding(problem, state, diagonal, trained.size)
     _check_ridge_in_reach(ridge, offset.dtype, certificate.distance_bound + float(left))
     certified = linearised or trained.is_linear
@@ -129,7 +125,7 @@ def from_trained(
         certified,
     )
     picked = resolve(Auto(), op)
-    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, rank, key)
+    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, sketch)
     stats = Stats(
         steps=0,
         iterations=0,
@@ -147,7 +143,7 @@ def from_trained(
         state=state,
         reference=reference,
         loss=loss,
-        ridge=float(ridge),
+        ridge=ridge,
         kernel_op=op,
         offset=offset,
         kernel_diagonal=diagonal,

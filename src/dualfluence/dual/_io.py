@@ -11,11 +11,12 @@ from jaxtyping import PyTree
 
 from .._support.archive import Damaged, checking, read_archive
 from .._support.checks import check_finite, check_ridge
-from .._support.options import check_loss, check_path, check_progress
+from .._support.options import check_loss, check_path, check_progress, maybe
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
 from ..losses import AbstractLoss
-from ..models._sources import FORMS, AbstractSource, as_source
+from ..models._options import FORMS, check_operator
+from ..models._sources import AbstractSource, as_source
 from ..operators import (
     AbstractKernelOperator,
     DenseOperator,
@@ -40,7 +41,7 @@ from ._file import (
 from ._fitted import Fitted
 from ._readout import Reference
 from ._record import Stats
-from ._setup import KERNEL_SLACK, check_same_kernel, choose_form
+from ._setup import KERNEL_SLACK, check_given, choose_form
 
 PROBES = 4
 """Training points at which the model is compared with the file."""
@@ -78,7 +79,7 @@ def load(
     model: Any,
     *,
     loss: AbstractLoss | None = None,
-    kernel_op: AbstractKernelOperator | None = None,
+    kernel: AbstractKernelOperator | None = None,
     progress: bool | ProgressFn = True,
 ) -> Fitted:
     """Restore what `Fitted.save` wrote.
@@ -94,13 +95,15 @@ def load(
       points are compared with the stored ones. Leaves of its parameters that are no numbers
       (functions, random keys) are taken from it.
     - `loss`: needed only for a loss of your own, whose function is not stored.
-    - `kernel_op`: `K` on the stored points, e.g. `store.build(...).operator()`, instead of
-      computing it again.
+    - `kernel`: `K` on the stored points, e.g. `store.build(...).operator()`, instead of computing
+      it again. Form, precision and refinement come from the file.
+    - `progress`: as in `fit`.
     """
     path = check_path("load", path)
     check_progress("load", progress)
     if loss is not None:
         check_loss("load", loss, AbstractLoss)
+    maybe(check_operator, "load: kernel", kernel)
     header, arrays = read_archive(path, FORMAT, VERSION)
     with checking(path):
         content = _checked(header, arrays)
@@ -118,7 +121,7 @@ def load(
         reference=reference,
         loss=own_loss,
         ridge=content.certificate.ridge,
-        kernel_op=_operator(source, content, kernel_op, progress),
+        kernel_op=_operator(source, content, kernel, progress),
         offset=jnp.asarray(arrays["offset"]),
         kernel_diagonal=jnp.asarray(arrays["kernel_diagonal"]),
         preconditioner=SpectralPreconditioner(jnp.asarray(arrays["preconditioner"]))
@@ -323,9 +326,7 @@ def _operator(
     x = jnp.asarray(arrays["x"])
     _check_diagonal(source, x, content)
     if given is not None:
-        if (given.layout.num_points, given.num_outputs) != (n, c):
-            raise ValueError(f"load: kernel_op must be for {n} points with {c} outputs.")
-        check_same_kernel(source, x, given)
+        check_given("load", source, x, c, given)
         op = given
     elif "kernel" in arrays:
         kind = KroneckerOperator if how.kronecker else DenseOperator

@@ -20,8 +20,6 @@ from ._fidelity import Fidelity
 from ._readout import DualModel
 from ._record import Stats
 
-Trained = TypeVar("Trained", bound="TrainedModel")
-
 
 @dataclass(frozen=True, eq=False)
 class TrainedModel(DualModel):
@@ -66,7 +64,7 @@ class TrainedModel(DualModel):
         data = data or self.data
         return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
 
-    def without_spare_rows(self: Trained) -> Trained:
+    def without_spare_rows(self: "Trained") -> "Trained":
         """The same model with exactly one row per training point, as a fit from scratch has."""
         n, layout, pre = self.data.num_points, self.layout, self.preconditioner
         if layout.sharding is not None or layout.num_rows == n:
@@ -85,3 +83,7 @@ class TrainedModel(DualModel):
             kernel_diagonal=layout.points(self.kernel_diagonal),
             preconditioner=pre,
         )
+
+
+Trained = TypeVar("Trained", bound=TrainedModel)
+"""`Fitted`, for what is asked of it in files before its own."""

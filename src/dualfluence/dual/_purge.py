@@ -5,6 +5,7 @@ meaning, shapes and compiled programs stay, every network and kernel can evaluat
 divide by zero), and `K` on these rows is still a kernel.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +14,44 @@ from jaxtyping import Array, Float
 
 from ..operators import AbstractKernelOperator, UnsupportedStructure
 from ..problem._edits import TrainingSet
+from ..problem._objective import State
+from ..solvers import CG, SpectralPreconditioner
+from ._model import Trained
+from ._newton import op_mv
+from ._sketch import Sketch, make_preconditioner
 
 NEGLIGIBLE = 1e3
 """Dual variables of a removed point up to this many units in the last place count as zero."""
+
+
+def purged(model: Trained) -> Trained:
+    """See `Fitted.purge`."""
+    gone = np.flatnonzero(model.data.sample_weights == 0)
+    if gone.size == 0:
+        return model
+    base, rows = model.without_spare_rows(), stand_ins(model.data)
+    data = purged_data(model.data, rows)
+    op = purged_operator(base.kernel_op, data.x, rows)
+    source = model.source.purged(model.data.x, model.data.sample_weights > 0, data.x)
+    check_settled(base.state.alpha, base.kernel_diagonal, gone)
+    alpha = jnp.where((data.sample_weights > 0)[:, None], base.state.alpha, 0)
+    reference, pre = model.reference, model.preconditioner
+    if reference is not None:
+        reference = replace(reference, params=model.params(), alpha=alpha)
+    if isinstance(pre, SpectralPreconditioner):
+        again = Sketch(pre.features.shape[2])
+        pre, _ = make_preconditioner(source, data.x, op, CG(), again)
+    return replace(
+        model,
+        source=source,
+        data=data,
+        state=State(alpha, op_mv(op, alpha)),
+        reference=reference,
+        kernel_op=op,
+        offset=base.offset[rows],
+        kernel_diagonal=base.kernel_diagonal[rows],
+        preconditioner=pre,
+    )
 
 
 def stand_ins(data: TrainingSet) -> np.ndarray:

@@ -138,7 +138,7 @@ def check_outcome(
     if stats.converged or on_failure == "report":
         return
     floor = cert.rounding / cert.ridge
-    wider = "" if jnp.finfo(dtype).bits == 64 else "float64 (or refine=True), "
+    wider = "" if jnp.finfo(dtype).bits == 64 else "float64 (or KernelOptions(refine=True)), "
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "

@@ -5,7 +5,6 @@ With `Q = K(λI + WK)⁻¹` the outputs of point `i`, once it is left out, move 
 `Q = (K − MD_λMᵀ)/λ`, `M = KRU`, `D_λ = 1/(Λ + λ)`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._support.checks import NotFinite
 from .._support.compile import filter_jit
 from ..losses import DiagonalFactor, SquaredError
 from ..operators import UnsupportedStructure
 from ._inverse import folded
 from ._leave_one_out import Terms
 from ._many import plain, problem_of
-from ._model import Trained, TrainedModel
+from ._model import TrainedModel
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,9 +35,6 @@ GRID = np.logspace(-7, 1, 33)
 
 MAX_SIZE = 20_000
 """Largest eigendecomposition; beyond, hours and more memory than a laptop has."""
-
-AUTO_ROUNDS = 3
-"""Fits of `ridge="auto"` for a loss that is not quadratic; the second usually confirms the first."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,17 +59,17 @@ class RidgePath:
     @property
     def best(self) -> float:
         """The ridge of least leave-one-out loss."""
-        return float(self.ridges[int(np.argmin(self.leave_one_out))])
+        return float(self.ridges[least(self.leave_one_out)])
 
     @property
     def best_gcv(self) -> float:
         """The ridge of least generalised cross-validation."""
-        return float(self.ridges[int(np.argmin(self.gcv))])
+        return float(self.ridges[least(self.gcv)])
 
     @property
     def reason(self) -> str:
         """The choice in words, for `stats.notes`."""
-        at = int(np.argmin(self.leave_one_out))
+        at = least(self.leave_one_out)
         edge = ", at the edge of the grid" if at in (0, self.ridges.size - 1) else ""
         how = "exact" if self.exact else "one Newton step"
         return (
@@ -103,12 +100,24 @@ class RidgePath:
         return figure
 
 
-def ridge_path(fitted: TrainedModel, grid: Any = None) -> RidgePath:
-    """See `Fitted.ridge_path`."""
+def least(values: np.ndarray) -> int:
+    """Where the least of these is; overflow at an extreme ridge is not least."""
+    if np.isnan(values).all():
+        raise NotFinite(
+            "ridge_path: no ridge of the grid gives a finite loss. Scale features and targets to "
+            "ordinary size, use float64, or give other ridges."
+        )
+    return int(np.nanargmin(values))
+
+
+def ridge_path(fitted: TrainedModel, grid: Any = None, what: str = "ridge_path") -> RidgePath:
+    """See `Fitted.ridge_path`; `what` is who asks, for messages."""
     fitted = fitted.without_spare_rows()
-    ridges = _grid(fitted, grid)
-    parts = _spectra(fitted)
     data = fitted.data
+    if np.count_nonzero(data.sample_weights) < 2:
+        raise ValueError(f"{what}: leaving points out one by one needs two that have a weight.")
+    ridges = make_grid(fitted, grid, what)
+    parts = _spectra(fitted, what)
     weights = jnp.asarray(data.weights, fitted.state.alpha.dtype)
     problem = problem_of(fitted)
     f, y = problem.outputs(fitted.state), problem.targets
@@ -127,39 +136,13 @@ def ridge_path(fitted: TrainedModel, grid: Any = None) -> RidgePath:
     )
 
 
-def auto_ridge(
-    fit_at: Callable[[float], Trained], start: float, grid: Any = None
-) -> tuple[Trained, str]:
-    """The fit whose ridge has the least leave-one-out loss, and why.
-
-    Fits at `start`, walks the path, fits at its best, and again until the choice stays: once for
-    squared error, where the path is exact, a few times for other losses.
-
-    **Arguments:**
-
-    - `fit_at`: from a ridge to a fit; should reuse its kernel.
-    - `start`: a ridge of the right order, e.g. the mean diagonal of `K` over a thousand.
-    - `grid`: ridges to choose from.
-    """
-    fitted = fit_at(start)
-    ridges, seen = _grid(fitted, grid), set()
-    while True:
-        path = ridge_path(fitted, ridges)
-        best = path.best
-        if best == fitted.ridge or best in seen or len(seen) == AUTO_ROUNDS:
-            return fitted, path.reason
-        seen.add(best)
-        fitted = fit_at(best)
-        if path.exact:
-            return fitted, path.reason
-
-
-def _grid(fitted: TrainedModel, grid: Any) -> np.ndarray:
+def make_grid(fitted: TrainedModel, grid: Any, what: str) -> np.ndarray:
+    """The ridges that were given, or the default ones."""
     if grid is None:
-        return GRID * float(jnp.mean(fitted.kernel_diagonal))
+        grid = GRID * float(jnp.mean(fitted.kernel_diagonal))
     ridges = np.unique(np.asarray(grid, float))
     if ridges.ndim != 1 or not ridges.size or not (np.isfinite(ridges) & (ridges > 0)).all():
-        raise ValueError(f"ridge_path: the grid must hold positive finite ridges, got {grid}.")
+        raise ValueError(f"{what}: the grid must hold positive finite ridges, got {grid}.")
     return ridges
 
 
@@ -179,21 +162,21 @@ class _Own(NamedTuple):
     kept: Float[Array, "n c"]
 
 
-def _spectra(fitted: TrainedModel) -> list[_Spectrum]:
+def _spectra(fitted: TrainedModel, what: str) -> list[_Spectrum]:
     """One spectrum where outputs are coupled, one per output where they are not."""
     op, problem = plain(fitted.kernel_op), problem_of(fitted)
     alpha, dtype = fitted.state.alpha, fitted.state.alpha.dtype
     factor, g = problem.factor(fitted.state), problem.loss_grad(fitted.state)
     if not op.has_entries:
         raise UnsupportedStructure(
-            f"ridge_path: needs the entries of K for an eigendecomposition, not {type(op).__name__}. "
-            "Fit with form='dense' on fewer points."
+            f"{what}: needs the entries of K for an eigendecomposition, not {type(op).__name__}. Fit "
+            "with kernel='dense' on fewer points."
         )
     split = op.is_kronecker and isinstance(factor, DiagonalFactor)
     size = op.num_points * (1 if split else op.num_outputs)
     if size > MAX_SIZE:
         raise ValueError(
-            f"ridge_path: the eigendecomposition would be of size {size}, more than {MAX_SIZE}. Choose "
+            f"{what}: the eigendecomposition would be of size {size}, more than {MAX_SIZE}. Choose "
             "the ridge on a part of the points."
         )
     if not split:

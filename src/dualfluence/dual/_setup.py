@@ -1,4 +1,4 @@
-"""What a fit needs before its first step: checked data, `K`, base outputs, a preconditioner."""
+"""What a fit needs before its first step: checked data, `K`, base outputs."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, PRNGKeyArray
+from jaxtyping import Array
 
-from .._plan import DEFAULT_RANK, check_fits
+from .._plan import check_fits
 from .._support.checks import (
     as_array,
     as_features,
@@ -20,41 +20,20 @@ from .._support.checks import (
     training_weights,
 )
 from .._support.memory import memory_budget
-from .._support.options import (
-    check_choice,
-    check_count,
-    check_instance,
-    check_key,
-    check_loss,
-    check_progress,
-    maybe,
-)
+from .._support.options import check_loss, check_progress
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_network
-from ..models._low_rank import nystrom
+from ..models._options import KernelOptions
 from ..models._sharded import ShardedSource
-from ..models._sources import FORMS, AbstractSource
-from ..operators import (
-    AbstractKernelOperator,
-    widen,
-)
+from ..models._sources import AbstractSource
+from ..operators import AbstractKernelOperator, widen
 from ..operators._layout import Device, as_mesh
 from ..problem._edits import TrainingSet
-from ..solvers import (
-    CG,
-    AbstractDualSolver,
-    AbstractPreconditioner,
-    NoPreconditioner,
-    Refined,
-    SpectralPreconditioner,
-    spectral_preconditioner,
-)
 from ._fidelity import random_like
 from ._newton import op_diagonal, op_mv
 
-POWER_STEPS = 1
 PROBES = 16
 KERNEL_SLACK = 1e-2
 """A kernel that is handed in may be stored in half precision."""
@@ -70,61 +49,79 @@ class Setup(NamedTuple):
 
 
 def prepare(
+    what: str,
     source: AbstractSource,
     x: Any,
     y: Any,
     loss: AbstractLoss,
-    ridge: float,
+    ridge: float | None,
     weights: Any,
-    num_outputs: int | None,
-    form: str,
+    kernel: KernelOptions,
     progress: bool | ProgressFn,
-    op: AbstractKernelOperator | None = None,
 ) -> Setup:
-    """Checked training set, operator and base outputs."""
-    check_ridge(ridge)
-    check_loss("fit", loss, AbstractLoss)
-    check_choice("fit: form", form, FORMS)
-    check_progress("fit", progress)
-    check_kernel_op(op)
-    num_outputs = maybe(check_count, "fit: num_outputs", num_outputs)
+    """Checked training set, operator and base outputs.
+
+    `ridge` is a checked one, of which only the range of the dtype is left to see, or `None` where it is
+    still to be found.
+    """
+    check_loss(what, loss, AbstractLoss)
+    check_progress(what, progress)
     targets = as_array("y", y)
     features = enter_features(source, x, targets)
-    check_rows("y", targets, features.shape[0], "point of x")
-    samples = training_weights("fit", weights, features.shape[0])
+    n = features.shape[0]
+    check_rows("y", targets, n, "point of x")
+    samples = training_weights(what, weights, n)
+    c = kernel.num_outputs
     if source.network is not None:
-        num_outputs = check_network(source.network, features, num_outputs)
+        c = check_network(source.network, features, c)
         _check_linear(source.network, features)
-    base = source.base_outputs(features, num_outputs)
+    elif kernel.operator is not None:
+        c = kernel.operator.num_outputs
+    base = source.base_outputs(features, c)
     if base is not None:
         check_finite("outputs of apply_fn", base)
     dtype = base.dtype if base is not None else jnp.result_type(float)
-    targets = loss.prepare_targets(y, num_outputs, dtype)
-    if num_outputs is None:
-        num_outputs = targets.shape[1] if targets.ndim == 2 else 1
-    _check_values(loss, num_outputs, targets, dtype)
-    note: tuple[str, ...] = ()
-    if op is None:
-        form, note = choose_form(source, form, features.shape[0], num_outputs, dtype)
-        op = source.operator(features, num_outputs, form=form, progress=progress)
-    elif (op.layout.num_points, op.num_outputs) != (features.shape[0], num_outputs):
-        raise ValueError(
-            f"fit: kernel_op is for {op.layout.num_points} points with {op.num_outputs} outputs, but "
-            f"there are {features.shape[0]} points with {num_outputs}."
-        )
-    else:
-        check_same_kernel(source, features, op)
-    check_ridge(ridge, op.dtype)
-    checked = op.check()
+    targets = loss.prepare_targets(y, c, dtype)
+    if c is None:
+        c = targets.shape[1] if targets.ndim == 2 else 1
+    _check_values(loss, c, targets, dtype)
+    op, notes = make_operator(what, source, features, c, kernel, dtype, progress)
+    if ridge is not None:
+        check_ridge(ridge, op.narrow.dtype)
     if base is None:
-        base = jnp.zeros((features.shape[0], num_outputs), op.dtype)
+        base = jnp.zeros((n, c), op.dtype)
     if base.dtype != dtype or op.dtype != dtype:
         base = base.astype(op.dtype)
-        targets = loss.prepare_targets(y, num_outputs, op.dtype)
+        targets = loss.prepare_targets(y, c, op.dtype)
     data = TrainingSet(features, targets, samples)
-    return Setup(
-        data, op, op.layout.place(base, "last"), (f"kernel {checked}", *note, *source.notes)
-    )
+    return Setup(data, op, op.layout.place(base, "last"), (*notes, *source.notes))
+
+
+def make_operator(
+    what: str,
+    source: AbstractSource,
+    x: Array,
+    num_outputs: int,
+    kernel: KernelOptions,
+    dtype: Any,
+    progress: bool | ProgressFn,
+) -> tuple[AbstractKernelOperator, tuple[str, ...]]:
+    """`K` as the options say, checked, and words about it."""
+    op, notes = kernel.operator, ()
+    if op is None:
+        form, notes = choose_form(source, kernel.form, x.shape[0], num_outputs, dtype)
+        op = source.operator(x, num_outputs, form=form, progress=progress)
+    else:
+        check_given(what, source, x, num_outputs, op)
+    notes = (f"kernel {op.check()}", *notes)
+    if kernel.precision is not None:
+        op, error = _at_precision(op, kernel.precision)
+        name = kernel.precision.name
+        notes += (f"products in {name} precision, off by {error:.1e} of their norm",)
+    if kernel.refine and op.dtype != jnp.float64:
+        op = widen(op)
+        notes += (f"{op.narrow.dtype} kernel, residuals and dual variables in float64",)
+    return op, notes
 
 
 def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:
@@ -142,15 +139,6 @@ def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:
             "part of a pool give positions as x."
         )
     return jnp.arange(num_points)
-
-
-def check_kernel_op(op: Any) -> None:
-    """Raise unless `kernel_op` is `None` or an operator."""
-    example = (
-        "an operator, from kernel_operator(...) or store.operator() (a low-rank model goes in place "
-        "of model)"
-    )
-    maybe(check_instance, "fit: kernel_op", op, kinds=AbstractKernelOperator, example=example)
 
 
 def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: Any) -> None:
@@ -171,38 +159,29 @@ def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: A
         )
 
 
-def check_same_kernel(source: AbstractSource, x: Array, op: AbstractKernelOperator) -> None:
+def check_given(
+    what: str, source: AbstractSource, x: Array, num_outputs: int, op: AbstractKernelOperator
+) -> None:
     """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
+    n = x.shape[0]
+    if (op.layout.num_points, op.num_outputs) != (n, num_outputs):
+        raise ValueError(
+            f"{what}: kernel is an operator for {op.layout.num_points} points with {op.num_outputs} "
+            f"outputs, but there are {n} points with {num_outputs}."
+        )
     on_devices = op.layout.sharding is not None or source.layout(x).sharding is not None
     if op.rank is not None or on_devices:
         return  # an approximation has another diagonal; rows on a mesh are not picked one by one
-    where = np.unique(np.linspace(0, x.shape[0] - 1, PROBES).astype(int))
-    own = source.operator(x[where], op.num_outputs, form="auto", progress=False).diagonal()
-    given = op_diagonal(op)[where]
+    where = np.unique(np.linspace(0, n - 1, PROBES).astype(int))
+    own = source.operator(x[where], num_outputs, form="auto", progress=False).diagonal()
+    given = op_diagonal(op.narrow)[where]
     worst, size = float(jnp.max(jnp.abs(own - given))), float(jnp.max(jnp.abs(own)))
     if worst > KERNEL_SLACK * size:
         raise ValueError(
-            f"fit: kernel_op is not the kernel of this model and these points: its diagonal at "
+            f"{what}: kernel is not the kernel of this model and these points: its diagonal at "
             f"{where.size} of them differs by {worst:.3g} where the model's is {size:.3g}. Was it built "
             "from other parameters, or are the points in another order?"
         )
-
-
-def with_precision(
-    setup: Setup, loss: AbstractLoss, y: Any, refine: bool, precision: jax.lax.Precision | None
-) -> Setup:
-    """The same problem with products as asked: cheaper ones measured, refined ones widened."""
-    data, op, base, notes = setup
-    if precision is not None:
-        op, error = _at_precision(op, precision)
-        notes += (f"products in {precision.name} precision, off by {error:.1e} of their norm",)
-    if refine and op.dtype != jnp.float64:
-        op = widen(op)
-        targets = loss.prepare_targets(y, op.num_outputs, op.dtype)
-        data = TrainingSet(data.x, targets, data.sample_weights)
-        base = base.astype(op.dtype)
-        notes += (f"{op.narrow.dtype} kernel, residuals and dual variables in float64",)
-    return Setup(data, op, base, notes)
 
 
 def _at_precision(
@@ -215,14 +194,24 @@ def _at_precision(
     return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
 
 
-def mesh_of(op: AbstractKernelOperator | None) -> Mesh | None:
-    check_kernel_op(op)
-    sharding = None if op is None else op.layout.sharding
-    return sharding.mesh if sharding is not None and isinstance(sharding.mesh, Mesh) else None
-
-
-def place_source(source: AbstractSource, mesh: Mesh | Sequence[Device] | None) -> AbstractSource:
-    return source if mesh is None else ShardedSource(source, as_mesh(mesh))
+def place_source(
+    what: str,
+    source: AbstractSource,
+    mesh: Mesh | Sequence[Device] | None,
+    op: AbstractKernelOperator | None,
+) -> AbstractSource:
+    """The source with its rows on `mesh`, or where those of a given operator are."""
+    if op is None:
+        return source if mesh is None else ShardedSource(source, as_mesh(mesh))
+    sharding = op.layout.sharding
+    own = sharding.mesh if sharding is not None and isinstance(sharding.mesh, Mesh) else None
+    if mesh is not None and as_mesh(mesh) != own:
+        where = "one device" if own is None else f"{own.size} devices of its own"
+        raise ValueError(
+            f"{what}: mesh and kernel contradict each other: the operator's rows are on {where}. Leave "
+            "mesh out; kernel_operator(..., mesh=...) makes one on other devices."
+        )
+    return source if own is None else ShardedSource(source, own)
 
 
 def choose_form(
@@ -244,50 +233,6 @@ def choose_form(
         return "dense", ()
     note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
     return "matrix-free", (note,)
-
-
-def check_sketch(what: str, rank: Any, key: Any) -> int | None:
-    """The rank of the preconditioner, if given; an error unless it and the key can be meant."""
-    maybe(check_key, f"{what}: key", key)
-    return maybe(check_count, f"{what}: rank", rank, least=0)
-
-
-class Sketched(NamedTuple):
-    """What a preconditioner cost: products with `K`, and words."""
-
-    products: int = 0
-    notes: tuple[str, ...] = ()
-
-
-def make_preconditioner(
-    source: AbstractSource,
-    x: Array,
-    op: AbstractKernelOperator,
-    solver: AbstractDualSolver,
-    rank: int | None,
-    key: PRNGKeyArray | None,
-) -> tuple[AbstractPreconditioner, Sketched]:
-    """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
-    op = op.narrow
-    solver = solver.inner if isinstance(solver, Refined) else solver
-    size = op.num_points * op.num_outputs
-    on_devices = op.layout.sharding is not None
-    if rank is None:
-        dear = op.follows_points and on_devices
-        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not dear else 0
-    if rank == 0:
-        return NoPreconditioner(), Sketched()
-    if not 0 < rank <= size:
-        raise ValueError(f"fit: rank must be in [0, n·c] = [0, {size}], got {rank}.")
-    key = jax.random.key(0) if key is None else key
-    if op.follows_points and not on_devices:
-        # A block product costs as much as `rank` products here; landmark columns are entries.
-        features = nystrom(source, x, rank, op.num_outputs, key).features(x)
-        note = f"preconditioner: {features.shape[2]} columns of K at landmarks"
-        return SpectralPreconditioner(features), Sketched(0, (note,))
-    note = f"preconditioner: rank {rank} from {POWER_STEPS + 1} block products with K"
-    sketch = spectral_preconditioner(op, rank, key, POWER_STEPS)
-    return sketch, Sketched(POWER_STEPS + 1, (note,))
 
 
 def _check_linear(model: Linearized, x: Array) -> None:

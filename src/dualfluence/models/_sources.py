@@ -27,8 +27,6 @@ from ..operators import (
 from ..operators._layout import Layout, whole
 from ._kernel import is_symmetric
 
-FORMS = ("auto", "dense", "matrix-free")
-
 
 class AbstractSource(eqx.Module):
     """Where `K` comes from: base outputs, the operator on training points, products with queries.
@@ -264,8 +262,8 @@ class KernelSource(AbstractSource):
     ) -> AbstractKernelOperator:
         if form == "matrix-free":
             raise ValueError(
-                "fit: form='matrix-free' needs a network made by linearize; a kernel function "
-                "only gives entries. Use form='auto'."
+                "kernel: form 'matrix-free' needs a network made by linearize; a kernel function only "
+                "gives entries. Use 'auto'."
             )
         return operator_from_array(self.block(x, None, progress), x.shape[0], num_outputs)
 

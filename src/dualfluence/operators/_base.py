@@ -30,7 +30,7 @@ class UnsupportedStructure(TypeError, ValueError):
 class AbstractKernelOperator(eqx.Module):
     """`K`, symmetric positive semidefinite. The type is the structure.
 
-    Yours is a subclass with the abstract methods below. It can be given to `fit(kernel_op=...)`, and
+    Yours is a subclass with the abstract methods below. It can be given to `fit(kernel=...)`, and
     edits that keep the points (`Remove`, `Relabel`, `Reweight`) need no more. `Add` gives it a border.
     """
 
@@ -171,7 +171,7 @@ class AbstractKernelOperator(eqx.Module):
 
     def with_features(self, features: Any, start: int, num_rows: int) -> "AbstractKernelOperator":
         """`ΦΦᵀ` with the features of new points from row `start` on, in `num_rows` rows."""
-        self._lacks("with_features", "Fit without kernel_op: low_rank makes its own.")
+        self._lacks("with_features", "Fit without kernel: low_rank makes its own.")
 
     def cut(self, num_points: int) -> "AbstractKernelOperator":
         """`K` without the rows after the first `num_points`."""

@@ -98,7 +98,7 @@ class AbstractMatrixOperator(AbstractKernelOperator):
     def with_columns(self, columns: Array, start: int, stop: int) -> "AbstractMatrixOperator":
         rows, m = columns.shape[0], stop - start
         if columns.ndim == 4 and self.each < self.c:
-            self._lacks("with_columns of outputs that interact", "Fit again with form='dense'.")
+            self._lacks("with_columns of outputs that interact", "Fit again with kernel='dense'.")
         if columns.ndim == 2 and self.each > 1:
             eye = jnp.eye(self.c, dtype=columns.dtype)
             columns = jnp.einsum("nm,ab->namb", columns, eye, precision=HIGHEST)

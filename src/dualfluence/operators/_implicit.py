@@ -73,7 +73,7 @@ class MatrixFreeOperator(AbstractKernelOperator):
     def wide_mv(self, v: Float[Array, "n c"]) -> NoReturn:
         self._lacks(
             "wide_mv",
-            "refine=True needs the entries of K, and a matrix-free kernel has none. Use form='dense', "
+            "refine=True needs the entries of K, and a matrix-free kernel has none. Use kernel='dense', "
             "a store, or float64 parameters.",
         )
 

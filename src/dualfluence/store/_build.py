@@ -80,7 +80,7 @@ def build(
       that do not match.
     - `wait`: `False` raises `StoreError` at once if another process is building this store.
 
-    **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel_op=...)`.
+    **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel=...)`.
     """
     path = check_path("store", path)
     num_outputs = maybe(check_count, "store: num_outputs", num_outputs)

@@ -156,7 +156,7 @@ class Store:
         return True
 
     def operator(self) -> "StoredOperator":
-        """`K` as an operator that streams its tiles; give it to `fit(..., kernel_op=...)`."""
+        """`K` as an operator that streams its tiles; give it to `fit(..., kernel=...)`."""
         for tile in self.header.tiles:
             self.record(tile)
         return StoredOperator(self)

@@ -14,6 +14,7 @@ from ...dual._fit import fit
 from ...dual._fitted import Fitted
 from ...kernels._linearized import linearize
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ...models._options import KernelOptions
 
 NAMES = {"x": "x_train", "y": "y_train", "xq": "x_test", "yq": "y_test"}
 
@@ -91,4 +92,5 @@ def fit_model(model: Any, data: Data, ridge: float) -> Fitted:
     """The model trained on the data: softmax for class labels, squared error for numbers."""
     loss: AbstractLoss = SoftmaxCrossEntropy() if data.is_classes else SquaredError()
     outputs = int(max(data.y.max(), data.yq.max())) + 1 if data.is_classes else None
-    return fit(model, data.x, data.y, loss=loss, ridge=ridge, num_outputs=outputs)
+    kernel = KernelOptions(num_outputs=outputs)
+    return fit(model, data.x, data.y, loss=loss, ridge=ridge, kernel=kernel)

@@ -12,6 +12,7 @@ from ... import metrics
 from ...datasets import Dataset
 from ...dual._fit import fit
 from ...dual._readout import outputs_at
+from ...dual._sketch import Sketch
 from ...kernels._linearized import Linearized
 from ...losses import SoftmaxCrossEntropy
 from ._methods import Method, Settings, Trained
@@ -58,7 +59,7 @@ class Removals:
         self.model, self.ridge, self.loss = model, ridge, SoftmaxCrossEntropy()
         self.x, self.y = jnp.asarray(data.x_train[:points]), data.y_train[:points]
         self.x_test, self.y_test = jnp.asarray(data.x_test), data.y_test
-        self.fitted = fit(model, self.x, self.y, loss=self.loss, ridge=ridge, rank=rank)
+        self.fitted = fit(model, self.x, self.y, loss=self.loss, ridge=ridge, sketch=Sketch(rank))
         self.params = self.fitted.params()
 
     def trained(self, settings: Settings) -> Trained:

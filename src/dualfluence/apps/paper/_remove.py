@@ -5,9 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ...dual._fitted import Fitted, Update
+from ...dual._fitted import Fitted
 from ...dual._newton import inspect_jit, op_mv
 from ...dual._record import Clock, NotConverged, OnFailure, Stats
+from ...dual._update import Update
 from ...problem._certificate import Certificate
 from ...problem._edits import AbstractEdit, apply_edits
 from ...problem._objective import State

@@ -1,7 +1,6 @@
 """Fig. 1: unlearning from linearised networks; runtime, distance, accuracy."""
 
 import tempfile
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -75,7 +74,7 @@ class LinearisedCase:
             loss=self.loss,
             ridge=self.row.training.ridge,
             weights=weights,
-            kernel_op=op,
+            kernel=op,
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,
@@ -99,7 +98,7 @@ class LinearisedCase:
             epochs=training.epochs,
             momentum=training.momentum,
             retain=retain,
-            kernel_op=self.exact.kernel_op,
+            kernel=self.exact.kernel_op,
             progress=self.context.progress,
         )
 
@@ -113,7 +112,7 @@ class LinearisedCase:
     @cached_property
     def published(self) -> Fitted:
         """The model trained as published, taken over by its parameters alone."""
-        fitted = from_trained(
+        return from_trained(
             self.model,
             moved_by(self.model, self.points.x, self.descent.coordinates),
             self.points.x,
@@ -122,9 +121,9 @@ class LinearisedCase:
             ridge=self.row.training.ridge,
             tangent="initial",
             linearised=True,
+            kernel=self.exact.kernel_op,
             progress=self.context.progress,
         )
-        return replace(fitted, kernel_op=self.exact.kernel_op)
 
     @cached_property
     def held(self) -> dict[str, Method]:

@@ -62,7 +62,7 @@ class Trajectories:
             ridge=ridge,
             rate=config.rate,
             epochs=config.epochs,
-            kernel_op=self.kernel_op,
+            kernel=self.kernel_op,
             record_every=config.record_every,
             progress=self.context.progress,
         )

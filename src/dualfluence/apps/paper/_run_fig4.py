@@ -10,7 +10,9 @@ from jaxtyping import Array
 
 from ...dual._descent import Descent, kernel_gradient_descent
 from ...dual._fit import fit
-from ...dual._fitted import Fitted, Update
+from ...dual._fitted import Fitted
+from ...dual._update import Update
+from ...models._options import KernelOptions
 from ...models._sources import as_source
 from ...problem._edits import Remove
 from ...problem._objective import State
@@ -85,8 +87,7 @@ class InfiniteCase:
             loss=self.loss,
             ridge=self.row.training.ridge,
             weights=weights,
-            num_outputs=self.c,
-            kernel_op=None if weights is None else self.exact.kernel_op,
+            kernel=KernelOptions(num_outputs=self.c) if weights is None else self.exact.kernel_op,
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,
@@ -104,8 +105,7 @@ class InfiniteCase:
             epochs=training.epochs,
             momentum=training.momentum,
             retain=retain,
-            num_outputs=self.c,
-            kernel_op=self.exact.kernel_op,
+            kernel=self.exact.kernel_op,
             progress=self.context.progress,
         )
 

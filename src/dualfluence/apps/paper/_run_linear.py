@@ -72,7 +72,7 @@ class LinearCase:
             loss=self.loss,
             ridge=self.config.ridge,
             weights=weights,
-            kernel_op=None if held is None else held.kernel_op,
+            kernel=None if held is None else held.kernel_op,
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,

@@ -1,0 +1,99 @@
+"""One run of Newton steps on a model: what `fit`, `edit` and `retrain` have in common."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._support.checks import check_fraction
+from .._support.options import check_on_failure, check_progress, check_solver
+from .._support.progress import ProgressFn
+from ..problem._edits import TrainingSet
+from ..problem._objective import State
+from ..solvers import AbstractDualSolver, Auto, resolve
+from ._model import Trained, TrainedModel
+from ._record import Clock, OnFailure, check_outcome
+from ._train import Goal, Machine, default_rtol, take_one_step, train
+from ._update import Update
+
+AUTO = Auto()
+
+
+class Settings(NamedTuple):
+    """How a run is asked for.
+
+    - `what`: who asks, for messages.
+    - `solver`: of the linear systems.
+    - `rtol`: relative residual of the last of them; `None` for the dtype's own.
+    - `on_failure`: whether an answer short of its goal is an error.
+    - `progress`: where to report.
+    """
+
+    what: str
+    solver: AbstractDualSolver | Auto
+    rtol: float | None
+    on_failure: OnFailure
+    progress: bool | ProgressFn
+
+
+def settings(what: str, solver: Any, rtol: Any, on_failure: Any, progress: Any) -> Settings:
+    """Checked settings, `Auto` where no solver was given."""
+    check_solver(what, solver, (AbstractDualSolver, Auto))
+    check_fraction(f"{what}: rtol", rtol)
+    check_on_failure(what, on_failure)
+    check_progress(what, progress)
+    return Settings(what, solver or AUTO, rtol, on_failure, progress)
+
+
+def zero(model: TrainedModel) -> State:
+    """`α = 0`."""
+    shape = (model.data.num_points, model.num_outputs)
+    nothing = model.layout.place(np.zeros(shape, model.offset.dtype))
+    return State(nothing, nothing)
+
+
+def run(
+    model: Trained,
+    data: TrainingSet,
+    start: State,
+    goal: Goal,
+    how: Settings,
+    clock: Clock,
+    notes: tuple[str, ...] = (),
+) -> Update[Trained]:
+    """Newton steps on `data` from `start`, with the kernel, ridge and preconditioner of `model`."""
+    dtype, problem = model.offset.dtype, model.problem(data)
+    rtol = default_rtol(dtype) if how.rtol is None else how.rtol
+    weights = model.layout.expand(data.sample_weights, "zero")  # none for spare rows
+    picked = resolve(how.solver, model.kernel_op, weights)
+    machine = Machine(
+        model.kernel_op,
+        model.kernel_diagonal,
+        picked.solver,
+        model.preconditioner,
+        model.ridge,
+        how.what,
+    )
+    if goal.counts_steps and goal.max_steps == 1:
+        outcome = take_one_step(machine, problem, start, rtol)
+    else:
+        outcome = train(machine, problem, start, goal, rtol=rtol, progress=how.progress)
+    # A distance that was asked for must be reached; without one, the limit of the dtype will do.
+    reached = outcome.ending == "met" or (goal.distance is None and outcome.near_floor)
+    at_end = outcome.solved or outcome.near_floor
+    stats = outcome.stats(
+        at_end if goal.counts_steps else reached,
+        clock.stop(outcome.point),
+        picked.solver.describe(model.kernel_op),
+        picked.reason,
+        notes + outcome.notes(dtype),
+    )
+    check_outcome(stats, how.on_failure, how.what, outcome.certificate, dtype)
+    return Update(
+        source=model.source,
+        data=data,
+        state=outcome.point.state,
+        reference=model.reference,
+        before=model,
+        certificate=model._widened(outcome.certificate),
+        stats=stats,
+    )
