@@ -8,7 +8,6 @@ import cases
 import dualfluence as dfl
 import oracles
 import problems
-from dualfluence.dual._ridge_path import auto_ridge
 
 N, C = 9, 2
 GRID = [0.01, 0.1, 1.0]
@@ -82,19 +81,6 @@ def test_at_its_own_ridge_it_is_the_closed_form(name, form):
     assert not path.exact
 
 
-@pytest.mark.parametrize("name", ["squared", "softmax"])
-def test_the_automatic_ridge_has_the_least_leave_one_out_loss(name):
-    p = problems.linear_problem(N, C, 30, name, ridge=1.0)
-
-    def fit_at(ridge):
-        return dfl.fit(cases.model(p), p.x, p.y, loss=cases.LOSSES[name], ridge=ridge)
-
-    fitted, reason = auto_ridge(fit_at, 1.0, GRID)
-    truth = [_leave_one_out(p, ridge, p.f0) for ridge in GRID]
-    assert fitted.ridge == GRID[int(np.argmin(truth))]
-    assert "least leave-one-out loss" in reason
-
-
 def test_a_path_can_be_drawn(tmp_path):
     _, fitted = _fit("squared", "dense", False)
     fitted.ridge_path().plot().savefig(tmp_path / "path.png")
@@ -107,3 +93,5 @@ def test_bad_grids_and_kernels_without_entries_are_refused():
         fitted.ridge_path([0.1, -1.0])
     with pytest.raises(ValueError, match="needs the entries of K"):
         cases.fit(p, kernel="matrix-free").ridge_path(GRID)
+    with pytest.raises(ValueError, match="needs two that have a weight"):
+        dfl.fit(np.eye(1), None, np.ones(1), loss=dfl.SquaredError(), ridge=0.1).ridge_path(GRID)
