@@ -81,9 +81,9 @@ def summary(model):
 
 def bench_preconditioner(model, x, y, op, options, ranks, removed):
     """The same fit and removal without and with the sketch, whose products and time are counted."""
-    results = {}
+    results, kernel = {}, dfl.KernelOptions(operator=op, refine=True)
     for rank in ranks:
-        fitted = dfl.fit(model, x, y, kernel_op=op, rank=rank, refine=True, **options)
+        fitted = dfl.fit(model, x, y, kernel=kernel, sketch=dfl.Sketch(rank), **options)
         request = {"solver": options["solver"], "on_failure": "report"}
         update = fitted.edit(dfl.Remove(removed), **request)
         results[f"rank {rank}"] = {"fit": summary(fitted), "remove": summary(update)}
@@ -96,11 +96,12 @@ def bench_preconditioner(model, x, y, op, options, ranks, removed):
 
 
 def bench_refinement(model, x, y, op, options, rank):
-    fits = {
-        name: dfl.fit(model, x, y, kernel_op=op, rank=rank, refine=refine, **options)
-        for name, refine in (("float32", False), ("refined", True))
-    }
-    return {name: summary(fitted) for name, fitted in fits.items()}
+    results = {}
+    for name, refine in (("float32", False), ("refined", True)):
+        kernel = dfl.KernelOptions(operator=op, refine=refine)
+        fitted = dfl.fit(model, x, y, kernel=kernel, sketch=dfl.Sketch(rank), **options)
+        results[name] = summary(fitted)
+    return results
 
 
 def copy_bandwidth(num_bytes):
@@ -181,8 +182,8 @@ def make_form(form, args, x, folder):
     if form == "low-rank":
         model = dfl.low_rank(model, x, args.rank)
         return model, None
-    kind = {"form": form} if form in ("dense", "matrix-free") else {"num_outputs": 10}
-    return model, dfl.kernel_operator(model, x, progress=False, **kind)
+    kernel = form if form in ("dense", "matrix-free") else dfl.KernelOptions(num_outputs=10)
+    return model, dfl.kernel_operator(model, x, kernel=kernel, progress=False)
 
 
 def bench_form(form, args):
@@ -198,9 +199,9 @@ def bench_form(form, args):
         build = time.perf_counter() - start
         stages = {"build": peak_bytes()}
         options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": args.ridge, "progress": False}
-        options |= {"on_failure": "report", "num_outputs": 10}
+        options |= {"on_failure": "report"}
         start = time.perf_counter()
-        fitted = dfl.fit(model, x, y, kernel_op=op, **options)
+        fitted = dfl.fit(model, x, y, kernel=op, **options)
         fit = time.perf_counter() - start
         stages["fit"] = peak_bytes()
         times = []
