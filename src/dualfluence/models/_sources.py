@@ -31,7 +31,7 @@ from ._kernel import is_symmetric
 class AbstractSource(eqx.Module):
     """Where `K` comes from: base outputs, the operator on training points, products with queries.
 
-    Yours is a subclass with the four abstract methods. The others have a default that is right for any
+    Yours is a subclass with the three abstract methods. The others have a default that is right for any
     source, or one that says what this source lacks.
     """
 
@@ -136,7 +136,6 @@ class AbstractSource(eqx.Module):
     ) -> Float[Array, "q c"]:
         """`K(xq, x) v`."""
 
-    @abc.abstractmethod
     def extend(
         self,
         op: AbstractKernelOperator,
@@ -150,6 +149,10 @@ class AbstractSource(eqx.Module):
         `x` has a row for every row of the result. Rows past `stop` are spare: any points, which get
         no weight.
         """
+        if op.follows_points:
+            return op.at_points(x, self.layout(x))
+        new = self.block(x, take_rows(x, start, stop), progress)
+        return grow(op, new, start, stop)
 
 
 class NetworkSource(AbstractSource):
@@ -185,19 +188,6 @@ class NetworkSource(AbstractSource):
         self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
     ) -> Float[Array, "q c"]:
         return _cross_mv(self.model, xq, x, v)
-
-    def extend(
-        self,
-        op: AbstractKernelOperator,
-        x: Array,
-        start: int,
-        stop: int,
-        progress: bool | ProgressFn,
-    ) -> AbstractKernelOperator:
-        if op.follows_points:
-            return op.at_points(x, self.layout(x))
-        new = self.block(x, take_rows(x, start, stop), progress)
-        return grow(op, new, start, stop)
 
     def with_jacobian(self, x: Array) -> "JacobianSource":
         return JacobianSource(self.model, make_jacobian(self.model, x))
@@ -274,17 +264,6 @@ class KernelSource(AbstractSource):
         if block.ndim == 2:
             return jnp.dot(block, v, precision="highest")
         return jnp.einsum("qanb,nb->qa", block, v, precision="highest")
-
-    def extend(
-        self,
-        op: AbstractKernelOperator,
-        x: Array,
-        start: int,
-        stop: int,
-        progress: bool | ProgressFn,
-    ) -> AbstractKernelOperator:
-        new = self.block(x, take_rows(x, start, stop), progress)
-        return grow(op, new, start, stop)
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
         # A bound method holds its object: a kernel with points in it says how it loses them.
