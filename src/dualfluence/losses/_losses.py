@@ -78,7 +78,9 @@ class SoftmaxCrossEntropy(AbstractLoss):
         # The exponent f − max f rounds once more.
         noise = noise + _eps(outputs) * jnp.max(jnp.abs(outputs), axis=1, keepdims=True)
         mean = jnp.sum(p * noise, axis=1, keepdims=True)
-        return _eps(outputs) * terms + p * (others * noise + jnp.maximum(mean - p * noise, 0))
+        carried = p * (others * noise + jnp.maximum(mean - p * noise, 0))
+        # One class alone has no gradient, all others have one, however small.
+        return _eps(outputs) * terms + carried + (_underflow(outputs) if p.shape[1] > 1 else 0)
 
     def hess_factor(
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
@@ -112,7 +114,7 @@ class Logistic(AbstractLoss):
     ) -> Float[Array, "n c"]:
         p, other = jax.nn.sigmoid(outputs), jax.nn.sigmoid(-outputs)
         terms = p * (1 - targets) + targets * other
-        return _eps(outputs) * terms + p * other * noise
+        return _eps(outputs) * terms + p * other * noise + _underflow(outputs)
 
     def hess_factor(
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
@@ -144,6 +146,14 @@ def _one_hot(labels: np.ndarray, num_outputs: int | None, dtype: Any) -> Array:
 
 def _eps(array: Array) -> float:
     return float(jnp.finfo(array.dtype).eps)
+
+
+def _underflow(array: Array) -> float:
+    """What a gradient that is never zero may have lost by becoming zero.
+
+    The smallest normal number over `eps`, so that small weights do not make a zero of it again.
+    """
+    return float(jnp.finfo(array.dtype).tiny) / _eps(array)
 
 
 def _one_of_the_largest(outputs: Float[Array, "n c"]) -> Array:

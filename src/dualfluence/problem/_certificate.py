@@ -114,13 +114,16 @@ def measure_norms(
     square = jnp.maximum(jnp.sum(rho * k_rho), 0)
     # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
     # the root.
-    size = reach(root, rho)
-    # So does its underflow, except where the kernel in use is zero.
-    own = ROUNDING_FACTOR * problem.eps * size**2 + jnp.where(size > 0, _tiny(size), 0)
+    size, noise = reach(root, rho), _residual_noise(problem, state, root)
+    # So does its underflow, one loss per term of the sum, except where the residual is exactly zero
+    # or the kernel in use is.
+    some = jnp.any((root > 0) & ((rho != 0) | (noise > 0)))
+    lost = jnp.where(some, rho.size * _tiny(size), 0)
+    own = ROUNDING_FACTOR * problem.eps * size**2 + lost
     more = own / jnp.maximum(jnp.sqrt(square + own) + jnp.sqrt(square), _tiny(own))
     return Norms(
         gradient=jnp.sqrt(square),
-        rounding=more + ROUNDING_FACTOR * _carried(problem, state, root),
+        rounding=more + ROUNDING_FACTOR * _norm(root * noise),
         parameters=jnp.sqrt(jnp.maximum(jnp.sum(state.alpha * state.k_alpha), 0)),
     )
 
@@ -128,15 +131,22 @@ def measure_norms(
 def reach(root: Float[Array, "n c"], v: Float[Array, "n c"]) -> Float[Array, ""]:
     """The norm of `√K_jj v_j` that rounding of a sum over `j` is in proportion to."""
     terms = root * jnp.abs(v)
-    return jnp.minimum(jnp.sum(terms), SIGN_FACTOR * jnp.sqrt(jnp.sum(terms**2)))
+    return jnp.minimum(jnp.sum(terms), SIGN_FACTOR * _norm(terms))
 
 
-def _carried(problem: Problem, state: State, root: Float[Array, "n c"]) -> Float[Array, ""]:
-    """Rounding of `f = offset + Kα` and of `ρ = g + λα`, carried to `‖Jᵀδρ‖`, rows independent."""
+def _norm(terms: Float[Array, "n c"]) -> Float[Array, ""]:
+    """Of terms that are not negative; scaled, because squares of small ones are zero."""
+    top = jnp.maximum(jnp.max(terms), _tiny(terms))
+    return top * jnp.sqrt(jnp.sum((terms / top) ** 2))
+
+
+def _residual_noise(
+    problem: Problem, state: State, root: Float[Array, "n c"]
+) -> Float[Array, "n c"]:
+    """Rounding of `f = offset + Kα` and of `ρ = g + λα`; it reaches `‖Jᵀδρ‖` with rows independent."""
     product = root * (reach(root, state.alpha) + state.drift)
     output_noise = jnp.abs(problem.outputs(state)) + jnp.abs(state.k_alpha) + product
-    noise = problem.residual_noise(state, problem.eps * output_noise)
-    return jnp.sqrt(jnp.sum((root * noise) ** 2))
+    return problem.residual_noise(state, problem.eps * output_noise)
 
 
 def _tiny(like: Array) -> Array:
