@@ -24,8 +24,8 @@ ARMIJO = 1e-4
 """Share of the predicted decrease that a step must bring. Doubled, nothing changes that matters."""
 
 NEAR_MINIMUM = 0.5
-"""A shortened step ends where the slope is at most this share of what it was. Halved, each search takes
-about one look more."""
+"""A shortened step ends where the slope is at most this share of what it was, and so does any step whose
+decrease is rounding. Halved, each search takes about one look more."""
 
 MAX_TRIALS = 40
 """Looks along one step, down to 1e-12 of it. Beyond that the step is noise."""
@@ -52,7 +52,7 @@ class StepReport(NamedTuple):
     - `iterations`, `products`, `residual`, `converged`: of the linear solve.
     - `step_size`: `t` of the line search.
     - `settled`: whether the decrease that the step predicted was below the objective's rounding.
-    - `value_noise`: the objective's rounding.
+    - `value_noise`: the objective's rounding after the step, which may be far below that before it.
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
@@ -161,7 +161,7 @@ def _newton_step(
         solution.converged,
         t,
         jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise,
-        noise,
+        VALUE_SLACK * problem.value_noise(new.state),
         factor.min_curvature,
         new.norms.gradient,
         new.norms.rounding,
@@ -211,12 +211,15 @@ def _line_search(
     """The whole step if it lowers `L_w` enough, else one near the minimum along it, by bisection.
 
     Only `(n, c)` work, no product with `K`: `L_w` along the step is a convex function whose slope is
-    `ρ(t)ᵀKΔα`. Where the decrease is below the rounding of `L_w` its values say nothing. The slope
-    still does, to full relative accuracy: a step that has not gone past the minimum by as much as it
-    came from before it is taken.
+    `ρ(t)ᵀKΔα`. Where the decrease is below the rounding of `L_w` its values say nothing, a lower one
+    no more than a higher one. The slope still does, to full relative accuracy: a step that has not
+    gone past the minimum by half of where it came from is taken. Nearer to as far as it came from,
+    two steps in a row can lead back to the start. Where the gradient is rounding too, so is the slope,
+    and the step is taken as it is.
     """
     delta, k_delta = step.value, step.k_value
     start, slope = problem.value(point.state), jnp.sum(point.rho * k_delta)
+    at_floor = point.norms.gradient <= point.norms.rounding
 
     def look(trial: _Trial) -> _Trial:
         t = trial.t
@@ -224,7 +227,7 @@ def _line_search(
         value, slope_t = problem.value(there), jnp.sum(problem.residual(there) * k_delta)
         lower = value <= start + ARMIJO * t * slope
         unclear = jnp.abs(value - start) <= noise
-        enough = lower | (unclear & (slope_t <= -(1 - 2 * ARMIJO) * slope))
+        enough = jnp.where(unclear, at_floor | (slope_t <= -NEAR_MINIMUM * slope), lower)
         # A shortened step should come near the minimum along the line, not just below the start.
         near = (trial.rounds == 0) | (jnp.abs(slope_t) <= -NEAR_MINIMUM * slope)
         past = ~(slope_t <= 0)

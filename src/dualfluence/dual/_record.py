@@ -77,7 +77,7 @@ class Outcome(NamedTuple):
 
     - `point`, `certificate`: where it ended, and how near that is to the optimum.
     - `ending`: why it stopped.
-    - `solved`: whether every linear solve reached its residual.
+    - `solved`: whether the last linear solve reached its residual.
     - `output_share`: the certified error of any output over the largest output.
     - `steps`, `iterations`, `products`, `residual`: as in `Stats`.
     - `jitter`: how much larger than `λ` the ridge of any step's system was.

@@ -159,7 +159,11 @@ def train(
 
 
 class _Run:
-    """Where a run stands. `best` is the point of the smallest gradient so far."""
+    """Where a run stands.
+
+    `best` is the point of the smallest gradient so far, `sure` the one of the smallest bound among those
+    with a product of their own.
+    """
 
     def __init__(self, machine: Machine, problem: Problem, start: State) -> None:
         self.machine, self.problem = machine, problem
@@ -168,9 +172,9 @@ class _Run:
         check_finite_norm(self.certificate.distance_bound, machine.what)
         self.first = self.norm = self.certificate.gradient_norm
         self.stalled = self.steps = self.iterations = self.refreshes = 0
-        self.products, self.residual, self.solved, self.jitter = 1, 0.0, True, 0.0
+        self.products, self.residual, self.jitter = 1, 0.0, 0.0
         self.last: StepReport | None = None
-        self.damping = 1.0
+        self.sure, self.damping = (self.point, self.certificate), 1.0
 
     @property
     def progress(self) -> float:
@@ -188,10 +192,13 @@ class _Run:
         check_report(report, dtype, m.what)
         self.steps, self.iterations = self.steps + 1, self.iterations + report.iterations
         self.products, self.residual = self.products + report.products, report.residual
-        self.norm, self.solved = report.gradient_norm, self.solved and report.converged
+        self.norm = report.gradient_norm
         self.jitter = max(self.jitter, report.jitter)
-        # While the objective still falls nothing has stalled, whatever the gradient does.
-        helped = not report.settled or self.norm <= 0.9 * self.certificate.gradient_norm
+        # While the objective still falls nothing has stalled, whatever the gradient does. It does not
+        # where no step was taken, with as much damping as there is.
+        stuck = report.step_size == 0 and self.damping >= MAX_DAMPING
+        falls = not report.settled and not stuck
+        helped = falls or self.norm <= 0.9 * self.certificate.gradient_norm
         unsolved = not report.converged and report.residual > UNSOLVED
         helped = helped or (unsolved and self.damping < MAX_DAMPING)
         # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
@@ -199,8 +206,23 @@ class _Run:
         changed = self.damping * HARDER if failed else self.damping / EASIER
         self.damping = min(max(1.0, changed), MAX_DAMPING)
         self.stalled = 0 if helped else self.stalled + 1
-        if self.norm <= self.certificate.gradient_norm or not report.settled:
+        # Below its rounding a gradient says nothing, and a step still brings `α` to `-g/λ`, where it rounds
+        # as the optimum does.
+        seen = max(self.certificate.gradient_norm, self.certificate.rounding)
+        if self.norm <= seen or not report.settled:
             self.best, self.certificate = self.point, report.certificate(m.ridge)
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last step was solved for; those before it only say where it starts.
+
+        A step whose ridge rounding has raised is not Newton's to many digits. It is a direction, and
+        the line search has judged it.
+        """
+        last = self.last
+        if last is None or last.converged:
+            return True
+        return last.jitter > 0 and last.residual <= UNSOLVED
 
     def ending(self, goal: Goal) -> Ending | None:
         """Whether the running sums say that this is the end, and which."""
@@ -217,9 +239,14 @@ class _Run:
         """Whether the objective cannot fall by more than its rounding: `L − L* ≤ ‖∇L‖²/(2λ)`.
 
         The estimate of the gradient's rounding is cautious. While the objective falls the run goes on.
+        So it does until a step was taken as a whole: before that, `α` can be far from `-g/λ` although the
+        gradient is small, where points pull against each other, and then it rounds by more than the
+        optimum does.
         """
+        if self.last is None or self.last.step_size < 1:
+            return False
         left = self.norm**2 / (2 * self.machine.ridge)
-        return self.last is None or self.last.settled or left <= self.last.value_noise
+        return self.last.settled or left <= self.last.value_noise
 
     def confirms(self, ending: Ending, goal: Goal) -> bool:
         """Whether a fresh product says so too; if not, the run goes on from there."""
@@ -241,9 +268,14 @@ class _Run:
         self.point = self.best = inspect_jit(m.op, self.problem, state, m.diagonal)
         self.certificate = self.point.norms.certificate(m.ridge)
         self.norm, self.stalled = self.certificate.gradient_norm, 0
+        if self.certificate.distance_bound <= self.sure[1].distance_bound:
+            self.sure = self.point, self.certificate
         self.refreshes, self.products = self.refreshes + 1, self.products + 2
 
     def outcome(self, ending: Ending, goal: Goal) -> Outcome:
+        if ending in ("floor", "stalled"):
+            # Where nothing is left to gain but rounding, the last step may have lost by it.
+            self.best, self.certificate = self.sure
         if goal.met(self.certificate):
             ending = "met"
         elif ending == "met":
