@@ -2,10 +2,15 @@
 
 **Well-posed** is decided by the truth alone. Let `unit` be what one rounding of every number in the dual
 iteration does to `θ`, by the certificate's own amplification `1/λ` (`truth.rounding_unit`), and `eps` that
-of the dtype. A fit is well-posed where
+of the dtype. A certificate is the root of a sum of squares over λ, so that what underflows in the sum is
+below `lost = √(tiny·n·c)/λ`. A fit is well-posed where
 
-- `MARGIN · eps · unit ≤ RELATIVE · ‖θ* − θ₀‖` (or `unit` is 0): rounding leaves two digits of the answer, and
-- no number at the optimum is beyond `RANGE` of the dtype.
+- `MARGIN · (eps · unit + lost) ≤ RELATIVE · ‖θ* − θ₀‖` (or `unit` is 0): rounding leaves two digits of the
+  answer, and
+- no number at the optimum is beyond `RANGE` of the dtype, and
+- the truth is known, `error ≤ RELATIVE · ‖θ* − θ₀‖`: anywhere else than at the optimum, the unit may be
+  smaller by any factor, as it is where a loss has straight tails and the optimum lies in its bend. A refusal
+  where it is not known counts as undecided.
 
 An edit is well-posed where the fit before it is, the edited problem is, and the units of both together are
 within that limit. With `until`, the distance that is asked for is above `2·MARGIN` units. Problems that are
@@ -69,12 +74,21 @@ class Record:
 
 @dataclass(frozen=True)
 class Posed:
-    """An objective with its truth, and whether an answer in this dtype can be asked for."""
+    """An objective with its truth, and whether an answer in this dtype can be asked for.
+
+    - `unit`: of rounding, with that of the fit before an edit.
+    - `floor`: what rounding and underflow do to `θ`.
+    """
 
     data: Data
     truth: truth.Truth
     well: bool
     unit: float
+    floor: float
+
+    @property
+    def known(self) -> bool:
+        return self.truth.error <= RELATIVE * self.truth.norm
 
 
 class Checker:
@@ -179,7 +193,7 @@ class Checker:
             )
         ahead = self._pose(data, posed)
         fraction = 1e-6 if self.case.family.dtype == "float64" else 1e-2
-        until = max(fraction * ahead.truth.norm, 2 * MARGIN * self.eps * ahead.unit, 1e-30)
+        until = max(fraction * ahead.truth.norm, 2 * MARGIN * ahead.floor)
         return self._call(
             f"edit {name} until={until:.3g}",
             lambda: fitted.edit(edit, until=until, solver=solver, progress=False),
@@ -194,8 +208,13 @@ class Checker:
         true = truth.retrain(objective, *starts)
         unit = true.unit + (0.0 if before is None else before.unit)
         inside = max(true.largest, 0.0 if before is None else before.truth.largest)
-        well = MARGIN * self.eps * unit <= RELATIVE * true.norm and inside < RANGE[family.dtype]
-        return Posed(data, true, bool(well and (before is None or before.well)), unit)
+        lost = np.sqrt(np.finfo(family.dtype).tiny * data.y.size) / self.case.ridge
+        floor = self.eps * unit + float(lost)
+        posed = Posed(data, true, before is None or before.well, unit, floor)
+        enough = unit == 0 or MARGIN * floor <= RELATIVE * true.norm
+        return replace(
+            posed, well=posed.well and posed.known and enough and inside < RANGE[family.dtype]
+        )
 
     def _call(
         self,
@@ -212,6 +231,7 @@ class Checker:
         except Exception as error:
             posed = self._pose(data, before)
             record.refusals += 1
+            record.undecided += not posed.known
             floor = self.eps * posed.unit / max(posed.truth.norm, 1e-300)
             said = f"{type(error).__name__}: {str(error)[:250]} [eps·unit/norm {floor:.1e}]"
             if not isinstance(error, REFUSALS):

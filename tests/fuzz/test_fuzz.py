@@ -80,6 +80,16 @@ def test_truth_is_a_zero_of_the_gradient_and_knows_its_error(loss):
     assert abs(slope - system.grad(at) @ along) < 1e-10
 
 
+def test_truth_goes_on_while_the_objective_falls():
+    """Far out on straight tails a gradient is small next to its terms, and the optimum is far still."""
+    rng = np.random.default_rng(0)
+    phi = (1e3 * rng.normal(size=(8, 1, 30))).astype(truth.LD)
+    zero, far = np.zeros((8, 1), truth.LD), np.full((8, 1), 7e7, truth.LD)
+    loss = truth.LOSSES["logcosh"]
+    true = truth.retrain(truth.Objective(phi, zero, far, np.ones(8, truth.LD), 4e-4, loss))
+    assert true.error <= 1e-4 * true.norm
+
+
 @pytest.mark.slow
 def test_many_random_problems_on_all_cores(tmp_path):
     path = tmp_path / "record.json"

@@ -14,7 +14,7 @@ import numpy as np
 
 LD = np.longdouble
 EPS = np.finfo(LD).eps
-MAX_STEPS = 150
+MAX_STEPS = 1000
 MAX_HALVINGS = 60
 ARMIJO = LD("1e-4")
 NEAR = LD("1e-13")
@@ -292,10 +292,9 @@ def _retrain(s: _System, o: Objective, starts) -> Truth:
         if best_norm <= s.grad_error(best) / 4 or failures == 3:
             break
         steps += 1
-        delta = _step(s, delta, G)
+        delta, near = _step(s, delta, G)
         G = s.grad(delta)
         norm = np.sqrt(G @ G)
-        near = norm < LD("1e-9") * s.grad_error(delta) / EPS
         failures = failures + 1 if near and not norm < best_norm / 2 else 0
         if norm < best_norm:
             best, best_norm = delta, norm
@@ -315,16 +314,16 @@ def _retrain(s: _System, o: Objective, starts) -> Truth:
 
 
 def _step(s: _System, delta, G):
-    """Armijo on `L` while its decrease can be seen, then full steps."""
+    """Armijo on `L` while its decrease can be seen, then full steps; and whether it was one of these."""
     d = s.newton(delta, G)
     slope, start, t = G @ d, s.value(delta), LD(1)
     if -slope <= NEAR * abs(start):
-        return delta + d
+        return delta + d, True
     for _ in range(MAX_HALVINGS):
         if s.value(delta + t * d) <= start + ARMIJO * t * slope:
             break
         t /= 2
-    return delta + t * d
+    return delta + t * d, False
 
 
 def pulled_back(phi: np.ndarray, alpha: np.ndarray) -> tuple[np.ndarray, float]:
