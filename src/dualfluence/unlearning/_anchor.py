@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit
+from .._support.compile import ARRAYS, filter_jit
 from .._support.memory import memory_budget
 from ..dual._fitted import Fitted
 from ..losses import AbstractFactor
@@ -72,6 +72,7 @@ class Anchor(eqx.Module):
     """A state's curvature and the explicit inverse that goes with it.
 
     - `op`: `K`.
+    - `problem`: the objective; later ones of the stream differ in their weights alone.
     - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric.
     - `hess`: `W₀` in blocks, with the weights of the anchor.
     - `alpha`: `α` at the anchor.
@@ -81,6 +82,7 @@ class Anchor(eqx.Module):
     """
 
     op: DenseOperator | KroneckerOperator
+    problem: Problem
     N: Float[Array, "nc nc"]
     hess: Float[Array, "n c c"]
     alpha: Float[Array, "n c"]
@@ -101,14 +103,17 @@ def can_anchor(fitted: Fitted) -> bool:
 def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
     """Factorise at the state of `fitted`, which has no spare rows. Cost: about three `(n·c)³`."""
     op: Any = fitted.kernel_op
-    problem = fitted.problem()
+    # On the device: programs get it with every request.
+    problem = jax.tree.map(
+        lambda a: jnp.asarray(a) if isinstance(a, ARRAYS) else a, fitted.problem()
+    )
     factor = _factor(problem, fitted.state)
     ridge = jnp.asarray(fitted.ridge, op.dtype)
     N, hess = _invert(op, factor, ridge)
     error = _measure_error(op, N, hess, ridge, fitted.kernel_diagonal)
     if majorant is None:
         majorant = make_majorant(op)
-    return Anchor(op, N, hess, fitted.state.alpha, fitted.kernel_diagonal, error, majorant)
+    return Anchor(op, problem, N, hess, fitted.state.alpha, fitted.kernel_diagonal, error, majorant)
 
 
 def make_majorant(op: DenseOperator | KroneckerOperator) -> Majorant:

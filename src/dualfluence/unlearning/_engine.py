@@ -10,7 +10,7 @@ The rule is a function of the requests alone, never of clocks, so that a replay 
   `REFRESH_AFTER` of them have come, and the next one makes a new inverse.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,18 +20,16 @@ import numpy as np
 from ..dual._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
-from ..problem._objective import Problem, State
+from ..problem._objective import State
 from ._anchor import Anchor, can_anchor, make_anchor
-from ._quick import Gone, glance, measure, nothing_gone, one_less, polish, with_room
+from ._programs import Found, Leaving, Programs
+from ._quick import Gone, nothing_gone
 
 MAX_BATCH = 16
 """Points in one request up to which each is left out by itself. Doubled, larger requests avoid `edit`."""
 
 MAX_GONE = 256
 """Points left out since the last factorisation. Doubled, each removal reads twice as much in the end."""
-
-FIRST_ROOM = 16
-"""Points that there is room for at first; four times as many whenever it is used up."""
 
 MAX_POLISH = 6
 """Steps with the old inverse before a new one is made."""
@@ -45,6 +43,7 @@ class Work(NamedTuple):
 
     - `fitted`: the model as it is.
     - `anchor`, `gone`: the inverse and what was eliminated from it; `None` where there is none.
+    - `programs`: what is compiled for the anchor.
     - `total`: sum of sample weights at the anchor.
     - `edits`: removals by `edit` since the inverse was lost.
     - `how`: how the last request was answered.
@@ -53,6 +52,7 @@ class Work(NamedTuple):
     fitted: Fitted
     anchor: Anchor | None
     gone: Gone | None
+    programs: Programs | None
     total: float
     edits: int
     how: str
@@ -63,9 +63,7 @@ class Engine:
 
     def __init__(self, fitted: Fitted, *, drift: float = 1e-2) -> None:
         self.drift = drift
-        self.work = (
-            anchored(fitted) if can_anchor(fitted) else Work(fitted, None, None, 0.0, 0, "fit")
-        )
+        self.work = anchored(fitted) if can_anchor(fitted) else _without_inverse(fitted, 0, "fit")
 
     @property
     def fitted(self) -> Fitted:
@@ -82,13 +80,13 @@ class Engine:
                 return self._edited(edits, until)
             work = anchored(work.fitted)
         elif work.gone is not None and work.gone.count + points.size > MAX_GONE:
-            work = anchored(work.fitted)
+            work = anchored(work.fitted, work.anchor)
         return self._left_out(work, points, data, until)
 
     def retrained(self) -> Work:
         """The model trained from scratch on what is left; the inverse is made anew by the rule."""
         fitted = self.fitted.retrain([], progress=False).commit()
-        return Work(fitted, None, None, 0.0, 0, "retraining")
+        return _without_inverse(fitted, 0, "retraining")
 
     def accept(self, work: Work) -> None:
         """Make a proposal the state."""
@@ -97,67 +95,56 @@ class Engine:
     def _left_out(
         self, work: Work, points: np.ndarray, data: TrainingSet, until: float | None
     ) -> Work:
-        anchor, gone = work.anchor, work.gone
-        assert anchor is not None
+        gone, programs = work.gone, work.programs
         assert gone is not None
-        fitted, dtype = work.fitted, anchor.N.dtype
-        while gone.count + points.size > gone.room:
-            gone = with_room(gone, 4 * gone.room)
-        problem, state = fitted.problem(data), fitted.state
-        old, weights = gone, fitted.data.sample_weights.copy()
-        for point in points:
-            share, weights[point] = float(weights[point] / work.total), 0.0
-            kept = (weights > 0).astype(dtype)
-            gone, state = one_less(anchor, gone, problem, state, int(point), share, kept)
+        assert programs is not None
+        fitted = work.fitted
+        after, found = programs.leave_out(
+            gone,
+            fitted.state,
+            data.weights,
+            _leaving(fitted.data.sample_weights, points, work.total),
+        )
         if work is self.work:
             # The call wrote into its arguments: what was is in what came back.
-            self.work = work._replace(gone=Gone(gone.Y, gone.YC, old.v, old.force, old.count))
-        norms = glance(anchor.op, anchor.majorant, anchor.kernel_diagonal, problem, state)
-        certificate = norms.certificate(fitted.ridge)
-        work = work._replace(gone=gone)
+            self.work = work._replace(gone=gone._replace(Y=after.Y, YC=after.YC))
+        certificate = found.certificate(fitted.ridge)
+        work = work._replace(gone=after)
         limit = self._limit(certificate, until)
         if certificate.distance_bound <= limit:
-            return _settled(work, data, state, certificate, fitted, "closed form")
-        return self._polished(work, data, problem, state, limit, until)
+            return _settled(work, data, found.state, certificate, "closed form")
+        return self._polished(work, data, found, limit, until)
 
     def _polished(
-        self,
-        work: Work,
-        data: TrainingSet,
-        problem: Problem,
-        state: State,
-        limit: float,
-        until: float | None,
+        self, work: Work, data: TrainingSet, found: Found, limit: float, until: float | None
     ) -> Work:
         """Further steps with the same inverse; where they no longer help, start anew."""
-        anchor, gone, ridge = work.anchor, work.gone, work.fitted.ridge
-        assert anchor is not None
+        gone, programs, ridge = work.gone, work.programs, work.fitted.ridge
         assert gone is not None
-        kept = (data.sample_weights > 0).astype(anchor.N.dtype)
+        assert programs is not None
+        weights, kept = data.weights, data.sample_weights > 0
         scale, last, step = float(data.sample_weights.sum() / work.total), np.inf, 0
         for step in range(1, MAX_POLISH + 1):
-            state = polish(anchor, gone, problem, state, kept, scale)
-            norms = glance(anchor.op, anchor.majorant, anchor.kernel_diagonal, problem, state)
-            certificate, how = norms.certificate(ridge), f"closed form, {step} steps more"
+            found = programs.polish(gone, found, weights, kept, scale)
+            certificate = found.certificate(ridge)
             if certificate.distance_bound <= limit:
-                return _settled(work, data, state, certificate, work.fitted, how)
+                how = f"closed form, {step} steps more"
+                return _settled(work, data, found.state, certificate, how)
             if not certificate.distance_bound <= 0.5 * last:
                 break
             last = certificate.distance_bound
-        state, norms = measure(anchor, problem, state.alpha)
-        certificate, how = (
-            norms.certificate(ridge),
-            f"closed form, {step} steps more, true products",
-        )
+        found = programs.measure(found.state.alpha, weights)
+        certificate = found.certificate(ridge)
         if certificate.distance_bound <= limit:
-            return _settled(work, data, state, certificate, work.fitted, how)
-        rough = _settled(work, data, state, certificate, work.fitted, "")
+            how = f"closed form, {step} steps more, true products"
+            return _settled(work, data, found.state, certificate, how)
+        rough = _settled(work, data, found.state, certificate, "")
         fitted = _edit(rough.fitted, [], until, self.drift)
-        return anchored(fitted)._replace(how="edit, and a new factorisation")
+        return anchored(fitted, work.anchor)._replace(how="edit, and a new factorisation")
 
     def _edited(self, edits: Sequence[AbstractEdit], until: float | None) -> Work:
         fitted = _edit(self.fitted, edits, until, self.drift)
-        return Work(fitted, None, None, 0.0, self.work.edits + 1, "edit")
+        return _without_inverse(fitted, self.work.edits + 1, "edit")
 
     def _limit(self, certificate: Certificate, until: float | None) -> float:
         """What the dual variables' own bound may be: `until` less the gap, or the drift allowed."""
@@ -168,15 +155,32 @@ class Engine:
         return left
 
 
-def anchored(fitted: Fitted) -> Work:
-    """A new inverse at the state of `fitted`, with the dual variables of removed points exactly zero."""
+def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
+    """A new inverse at the state of `fitted`, with the dual variables of removed points exactly zero.
+
+    The bound of `K` is that of the last anchor where `K` is the same.
+    """
     fitted = fitted.without_spare_rows()
     kept = jnp.asarray((fitted.data.sample_weights > 0), fitted.offset.dtype)[:, None]
     alpha = fitted.state.alpha * kept
     fitted = replace(fitted, state=State(alpha, fitted.kernel_op.mv(alpha)))
-    anchor = make_anchor(fitted)
-    gone = nothing_gone(anchor, FIRST_ROOM)
-    return Work(fitted, anchor, gone, float(fitted.data.sample_weights.sum()), 0, "factorisation")
+    same = last is not None and last.op is fitted.kernel_op
+    anchor = make_anchor(fitted, last.majorant if last is not None and same else None)
+    gone = nothing_gone(anchor, max(MAX_GONE, MAX_BATCH))
+    total = float(fitted.data.sample_weights.sum())
+    return Work(fitted, anchor, gone, Programs(anchor), total, 0, "factorisation")
+
+
+def _without_inverse(fitted: Fitted, edits: int, how: str) -> Work:
+    return Work(fitted, None, None, None, 0.0, edits, how)
+
+
+def _leaving(weights: np.ndarray, points: np.ndarray, total: float) -> Iterator[Leaving]:
+    """The points one after another, from these sample weights on."""
+    weights = weights.copy()
+    for point in points:
+        share, weights[point] = float(weights[point] / total), 0.0
+        yield Leaving(int(point), share, weights > 0)
 
 
 def _edit(
@@ -195,11 +199,10 @@ def _settled(
     data: TrainingSet,
     state: State,
     certificate: Certificate,
-    fitted: Fitted,
     how: str,
 ) -> Work:
     """The work with a state whose certificate is the dual variables' own, widened by the gap."""
-    old = fitted.certificate
+    fitted, old = work.fitted, work.fitted.certificate
     certificate = replace(certificate, gap=old.gap, certified=old.certified)
     stats = fitted.stats._replace(edits=fitted.stats.edits + 1)
     model = replace(fitted, data=data, state=state, certificate=certificate, stats=stats)

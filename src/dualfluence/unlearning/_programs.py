@@ -1,0 +1,236 @@
+"""The programs of a stream of removals: one call a point, and one small array back.
+
+All that stays as it is from one removal to the next is on the device already; what a request brings goes
+there in one array. On a CPU the step itself is NumPy's and the certificate alone a program.
+"""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._support.compile import ARRAYS, jit
+from ..problem._certificate import Certificate, Norms, measure_norms
+from ..problem._objective import AnyArray, Problem, State
+from ._anchor import Anchor
+from ._elimination import solve_small
+from ._quick import Gone, make_correction, make_step, step_on_host
+
+
+class Leaving(NamedTuple):
+    """One point to leave out: its position, its share of the anchor's weights, marks of what is left."""
+
+    point: int
+    share: float
+    kept: np.ndarray
+
+
+class Found(NamedTuple):
+    """A state, its residual, and the certificate's three norms, which nobody has waited for yet."""
+
+    state: State
+    rho: Array
+    norms: Array
+
+    def certificate(self, ridge: float) -> Certificate:
+        """On the host: the one wait of a request."""
+        gradient, rounding, parameters = np.asarray(self.norms).tolist()
+        return Certificate(gradient, rounding, parameters, ridge)
+
+
+class Compiled(NamedTuple):
+    """One point less, one step more, judgement as it is, and judgement with products of its own."""
+
+    less: Any
+    polish: Any
+    judge: Any
+    measure: Any
+
+
+class Programs:
+    """Programs of one anchor. `weights` are those of the objective, summing to one."""
+
+    def __init__(self, anchor: Anchor) -> None:
+        leaves, tree = jax.tree.flatten(anchor)
+        self.anchor, self._arrays = anchor, [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
+        fixed = tuple(None if isinstance(leaf, ARRAYS) else (leaf,) for leaf in leaves)
+        self._run = _compiled(tree, fixed)
+        self._dtype, self._ridge = anchor.N.dtype, np.asarray(anchor.problem.ridge)
+
+    def leave_out(
+        self, gone: Gone, state: State, weights: np.ndarray, leaving: Iterable[Leaving]
+    ) -> tuple[Gone, Found]:
+        """Points one after another; `weights` are those after all of them."""
+        if gone.on_host:
+            return self._left_on_host(gone, state, weights, leaving)
+        found: Any = None
+        for point, share, kept in leaving:
+            where, asked = (
+                np.asarray([point, gone.count], np.int32),
+                self._pack(share, weights, kept),
+            )
+            before = (gone.Y, gone.YC, gone.v, gone.force, state.alpha, state.k_alpha, state.drift)
+            Y, YC, v, force, found = self._run.less(where, asked, *before, *self._arrays)
+            gone, state = Gone(Y, YC, v, force, gone.count + 1), found.state
+        return gone, found
+
+    def polish(
+        self, gone: Gone, found: Found, weights: np.ndarray, kept: np.ndarray, scale: float
+    ) -> Found:
+        """One step on what is left of the residual by the anchor's inverse: one read of `N`, none of `K`.
+
+        `scale` is the sum of sample weights over that at the anchor.
+        """
+        if gone.on_host:
+            return self._polished_on_host(gone, found, weights, kept, scale)
+        where, asked = np.asarray(gone.count, np.int32), self._pack(scale, weights, kept)
+        return self._run.polish(
+            where, asked, gone.Y, gone.YC, found.state, found.rho, *self._arrays
+        )
+
+    def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
+        """The same dual variables with products of their own: no drift, and `ρᵀKρ` itself."""
+        return self._run.measure(alpha, self._cast(weights), *self._arrays)
+
+    def _left_on_host(
+        self, gone: Gone, state: State, weights: np.ndarray, leaving: Iterable[Leaving]
+    ) -> tuple[Gone, Found]:
+        alpha, k_alpha, drift = (np.asarray(a) for a in (state.alpha, state.k_alpha, state.drift))
+        for point, share, kept in leaving:
+            numbers = (self._cast(share), self._ridge, self._cast(kept))
+            gone, step = step_on_host(self.anchor, gone, alpha, point, *numbers)
+            alpha, k_alpha, drift = alpha + step.delta, k_alpha + step.k_delta, drift + step.drift
+        return gone, self._judged(alpha, k_alpha, drift, weights)
+
+    def _polished_on_host(
+        self, gone: Gone, found: Found, weights: np.ndarray, kept: np.ndarray, scale: float
+    ) -> Found:
+        anchor, state, used = self.anchor, found.state, gone.count * found.rho.shape[1]
+        held = (gone.Y[:used], gone.YC[:used], self._cast(1))
+        arrays = (anchor.N, *held, anchor.hess, found.rho, self._cast(kept), anchor.error)
+        plain = [np.asarray(a) for a in (*arrays, self._cast(scale), self._ridge)]
+        delta, k_delta, drift = make_correction(np, *plain)
+        moved = (np.asarray(state.alpha) + delta, np.asarray(state.k_alpha) + k_delta)
+        return self._judged(*moved, np.asarray(state.drift) + drift, weights)
+
+    def _judged(
+        self, alpha: np.ndarray, k_alpha: np.ndarray, drift: Any, weights: np.ndarray
+    ) -> Found:
+        state = State(jnp.asarray(alpha), jnp.asarray(k_alpha), np.asarray(drift))
+        rho, norms = self._run.judge(state, self._cast(weights), *self._arrays)
+        return Found(state, rho, norms)
+
+    def _pack(self, number: float, weights: np.ndarray, kept: np.ndarray) -> np.ndarray:
+        """One array, so that there is one way to the device: each has its price, whatever its size."""
+        return np.concatenate([[number], weights, kept], dtype=self._dtype, casting="unsafe")
+
+    def _cast(self, value: Any) -> Any:
+        return np.asarray(value, self._dtype)
+
+
+@lru_cache(maxsize=16)
+def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
+    """Programs for anchors of one structure; those of the next anchor are the same."""
+
+    def anchor_of(arrays: tuple[Any, ...]) -> Anchor:
+        rest = iter(arrays)
+        return jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf[0] for leaf in fixed])
+
+    def less(where: Any, asked: Any, *arrays: Any) -> Any:
+        return _less(where, asked, *arrays[:7], anchor_of(arrays[7:]))
+
+    def polish(
+        count: Any, asked: Any, Y: Any, YC: Any, state: State, rho: Any, *arrays: Any
+    ) -> Any:
+        return _polished(count, asked, Y, YC, state, rho, anchor_of(arrays))
+
+    def judge(state: State, weights: Any, *arrays: Any) -> Any:
+        return _judged(anchor_of(arrays), state, weights)
+
+    def measure(alpha: Any, weights: Any, *arrays: Any) -> Any:
+        return _measured(anchor_of(arrays), alpha, weights)
+
+    # The updates of N are written in place; rows that they had keep what they hold.
+    return Compiled(jit(less, donate_argnums=(2, 3)), jit(polish), jit(judge), jit(measure))
+
+
+def _less(
+    where: Any,
+    asked: Any,
+    Y: Float[Array, "kc nc"],
+    YC: Float[Array, "kc nc"],
+    v: Float[Array, "n c"],
+    force: Float[Array, ""],
+    alpha: Float[Array, "n c"],
+    k_alpha: Float[Array, "n c"],
+    drift: Float[AnyArray, ""],
+    anchor: Anchor,
+) -> tuple[Array, Array, Array, Array, Found]:
+    share, weights, kept = _unpacked(asked)
+    with jax.default_matmul_precision("highest"):
+        (point, count), c = where, alpha.shape[1]
+        own = (
+            jax.lax.dynamic_slice_in_dim(YC, point * c, c, axis=1) * _inside(Y, count * c)[:, None]
+        )
+        column = (jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c) + own.T @ Y).T
+        step = make_step(jnp, solve_small, column, own, anchor.alpha, anchor.hess, alpha, v, force,
+                         anchor.problem.ridge, share, kept, point, anchor.error)  # fmt: skip
+        place = (count * c, jnp.zeros_like(count))
+        Y = jax.lax.dynamic_update_slice(Y, column.T, place)
+        YC = jax.lax.dynamic_update_slice(YC, (column @ step.C).T, place)
+    state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
+    return Y, YC, step.v, step.force, Found(state, *_judged(anchor, state, weights))
+
+
+def _polished(
+    count: Any, asked: Any, Y: Any, YC: Any, state: State, rho: Any, anchor: Anchor
+) -> Found:
+    scale, weights, kept = _unpacked(asked)
+    inside = _inside(Y, count * rho.shape[1])
+    arrays = (Y, YC, inside, anchor.hess, rho, kept, anchor.error)
+    with jax.default_matmul_precision("highest"):
+        step = make_correction(jnp, anchor.N, *arrays, scale, anchor.problem.ridge)
+    after = state.moved(*step)
+    return Found(after, *_judged(anchor, after, weights))
+
+
+def _unpacked(asked: Float[AnyArray, " k"]) -> tuple[Array, Array, Array]:
+    n = (asked.shape[0] - 1) // 2
+    return asked[0], asked[1 : 1 + n], asked[1 + n :]
+
+
+def _inside(Y: Float[Array, "kc nc"], used: Any) -> Float[Array, " kc"]:
+    return (jnp.arange(Y.shape[0]) < used).astype(Y.dtype)
+
+
+def _judged(
+    anchor: Anchor, state: State, weights: Float[AnyArray, " n"]
+) -> tuple[Float[Array, "n c"], Float[Array, "3"]]:
+    """The residual and the certificate's parts at a state, `ρᵀKρ` bounded from above."""
+    problem = _reweighted(anchor.problem, weights)
+    rho = problem.residual(state)
+    square = anchor.majorant.square(anchor.op, rho)
+    # Only ρᵀKρ is asked for: any vector with that product will do.
+    size = jnp.sum(rho**2)
+    k_rho = rho * (square / jnp.where(size > 0, size, 1))
+    return rho, _stacked(measure_norms(problem, state, rho, k_rho, anchor.kernel_diagonal))
+
+
+def _measured(anchor: Anchor, alpha: Float[Array, "n c"], weights: Float[AnyArray, " n"]) -> Found:
+    problem, state = _reweighted(anchor.problem, weights), State(alpha, anchor.op.mv(alpha))
+    rho = problem.residual(state)
+    norms = measure_norms(problem, state, rho, anchor.op.mv(rho), anchor.kernel_diagonal)
+    return Found(state, rho, _stacked(norms))
+
+
+def _reweighted(problem: Problem, weights: Any) -> Problem:
+    p = problem
+    return Problem(p.loss, p.targets, weights, p.ridge, p.offset, p.epsilon)
+
+
+def _stacked(norms: Norms) -> Float[Array, "3"]:
+    return jnp.stack([norms.gradient, norms.rounding, norms.parameters])
