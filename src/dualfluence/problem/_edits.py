@@ -173,7 +173,8 @@ def apply_edits(
                 "edit: expected Remove, Relabel, Reweight, Replace or Add, or a list of them, got "
                 f"{name}. Write e.g. Remove([3])."
             )
-        data = edit.apply(data, loss, num_outputs)
+        # By its class: Equinox makes an object of every method that is asked for by an instance.
+        data = type(edit).apply(edit, data, loss, num_outputs)
     if not data.sample_weights.any():
         raise ValueError(
             "edit: every point has been removed or has weight zero; the mean loss over nothing is "

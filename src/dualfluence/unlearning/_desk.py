@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib.metadata import version
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -285,11 +285,7 @@ class Desk:
             how=how,
             payload=payload,
             removal=removal,
-            software={
-                "dualfluence": __version__,
-                "jax": jax.__version__,
-                "numpy": version("numpy"),
-            },
+            software=_software(),
             device=_device(),
             references_mode=self.references,
             references=None if references is None else {"names": names, "blind": blind},
@@ -386,6 +382,12 @@ def _stamp(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
+@lru_cache(maxsize=1)
+def _software() -> dict[str, str]:
+    return {"dualfluence": __version__, "jax": jax.__version__, "numpy": np.__version__}
+
+
+@lru_cache(maxsize=1)
 def _device() -> str:
     device = jax.devices()[0]
     return f"{device.platform} {device.device_kind}"

@@ -43,6 +43,7 @@ class Ids:
             self.reference(name): (row if sample_weights[row] > 0 else None)
             for row, name in enumerate(names)
         }
+        self._names = {row: each for each, row in self._rows.items() if row is not None}
 
     def reference(self, name: Any) -> str:
         """The salted hash that files know a name by."""
@@ -77,19 +78,16 @@ class Ids:
         """Names of new rows from `first` on."""
         for i, each in enumerate(references):
             self._rows[each] = first + i
+            self._names[first + i] = each
 
     def remove(self, rows: list[int]) -> None:
         """Their names stand for nothing from now on."""
-        self._moved(dict.fromkeys(rows))
+        for row in rows:
+            self._rows[self._names.pop(row)] = None
 
     def move(self, rows: list[int], first: int) -> None:
         """Their points have new rows, from `first` on, in this order."""
-        self._moved({row: first + i for i, row in enumerate(rows)})
-
-    def _moved(self, where: dict[int, Any]) -> None:
-        for each, row in self._rows.items():
-            if row in where:
-                self._rows[each] = where[row]
+        self.add_references([self._names.pop(row) for row in rows], first)
 
     def _row(self, each: str, shown: str) -> int:
         if each not in self._rows:
