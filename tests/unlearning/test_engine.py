@@ -9,7 +9,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.unlearning import _engine, _quick
+from dualfluence.unlearning import _engine, _programs, _quick
 from dualfluence.unlearning._anchor import make_majorant
 from dualfluence.unlearning._engine import Engine
 
@@ -18,6 +18,13 @@ def true_distance(p, fitted, gone):
     """`‖θ − θ_retrained‖` against the oracle in parameter space."""
     theta = np.einsum("ia,iap->p", np.asarray(fitted.alpha), p.J)
     return np.linalg.norm(theta - cases.retrain(p, cases.without(p, gone)))
+
+
+@pytest.fixture(params=["host", "device"])
+def either_path(request, monkeypatch):
+    """NumPy's algebra and the program for accelerators, which compiles on a CPU too."""
+    monkeypatch.setattr(_quick, "on_host", lambda: request.param == "host")
+    return request.param
 
 
 def run(engine, points, **options):
@@ -87,10 +94,54 @@ def test_the_program_for_accelerators_gives_the_same_as_the_hosts(loss_name, mon
         engine = Engine(fitted)
         hows = run(engine, [3, [5, 6], 9, *range(10, 24)][:6])
         hows += run(engine, [20], until=1e-8)
-        found.append((hows, np.asarray(engine.fitted.alpha)))
+        found.append((hows, np.asarray(engine.fitted.alpha), engine.fitted.certificate))
         assert isinstance(engine.work.gone.Y, np.ndarray) == host
     assert found[0][0] == found[1][0]
     np.testing.assert_allclose(found[1][1], found[0][1], rtol=1e-9, atol=1e-12)
+    for name in ("gradient_norm", "rounding", "parameter_norm"):
+        host, device = (getattr(each[2], name) for each in found)
+        # A gradient below 1e-8 is what is left of numbers near one: eight digits of it are the same.
+        assert abs(host - device) <= 1e-7 * host + 1e-15, name
+
+
+def test_on_an_accelerator_a_removal_is_one_program_and_compiles_nothing_again(monkeypatch):
+    monkeypatch.setattr(_quick, "on_host", lambda: False)
+    monkeypatch.setattr(_engine, "MAX_GONE", 4)
+    _programs._compiled.cache_clear()
+    traced, less = [], _programs._less
+    monkeypatch.setattr(_programs, "_less", lambda *a: traced.append(1) or less(*a))
+    p = problems.linear_problem(24, 2, 30, "squared", ridge=0.05)
+    engine, calls = Engine(cases.fit(p), drift=100.0), []
+    compiled = engine.work.programs._run
+    counted = [lambda *a, f=f, name=name: calls.append(name) or f(*a)
+               for name, f in zip(compiled._fields, compiled, strict=True)]  # fmt: skip
+    monkeypatch.setattr(_programs, "_compiled", lambda *_: type(compiled)(*counted))
+    engine = Engine(engine.fitted, drift=100.0)
+    run(engine, range(10))
+    # Two of the ten made a new factorisation.
+    assert engine.work.gone.count == 2
+    assert calls == ["less"] * 10
+    assert len(traced) == 1
+
+
+def test_a_step_that_fails_is_answered_by_edit_and_leaves_nothing_behind(either_path, monkeypatch):
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    engine, whole = Engine(cases.fit(p)), Engine(cases.fit(p))
+    with monkeypatch.context() as patch:
+        _programs._compiled.cache_clear()
+        none = lambda A, B: B * np.nan  # noqa: E731
+        patch.setattr(_programs, "solve_small", none)
+        patch.setattr(_quick, "_solve", none)
+        engine.work = engine.work._replace(programs=_programs.Programs(engine.work.anchor))
+        work = engine.propose([dfl.Remove([3])])
+    _programs._compiled.cache_clear()
+    assert work.how == "edit, and a new factorisation"
+    assert true_distance(p, work.fitted, [3]) <= work.fitted.certificate.distance_bound
+    # Not accepted: the next request is as if this one had never been.
+    engine.work = engine.work._replace(programs=_programs.Programs(engine.work.anchor))
+    run(engine, [7, 8])
+    run(whole, [7, 8])
+    np.testing.assert_array_equal(engine.fitted.alpha, whole.fitted.alpha)
 
 
 def test_a_matrix_free_kernel_goes_through_edit():
@@ -98,6 +149,17 @@ def test_a_matrix_free_kernel_goes_through_edit():
     engine = Engine(cases.fit(p, kernel="matrix-free"))
     assert run(engine, [3, 4]) == ["edit", "edit"]
     assert true_distance(p, engine.fitted, [3, 4]) <= engine.fitted.certificate.distance_bound
+
+
+def test_a_new_inverse_keeps_the_bound_of_an_unchanged_kernel(monkeypatch):
+    monkeypatch.setattr(_engine, "MAX_GONE", 2)
+    monkeypatch.setattr("dualfluence.unlearning._anchor.BOUND_RANK", 8)
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    engine = Engine(cases.fit(p), drift=100.0)
+    first = engine.work.anchor
+    run(engine, range(5))
+    assert engine.work.anchor is not first
+    assert engine.work.anchor.majorant is first.majorant
 
 
 def test_a_new_inverse_is_made_after_many_points_and_after_other_requests(monkeypatch):
@@ -114,7 +176,7 @@ def test_a_new_inverse_is_made_after_many_points_and_after_other_requests(monkey
     assert true_distance(p, engine.fitted, range(6)) <= engine.fitted.certificate.distance_bound
 
 
-def test_room_grows_with_the_stream():
+def test_a_stream_has_room():
     p = problems.linear_problem(40, 1, 50, "logistic", ridge=0.2)
     engine = Engine(cases.fit(p))
     run(engine, range(20))
@@ -122,7 +184,7 @@ def test_room_grows_with_the_stream():
     assert true_distance(p, engine.fitted, range(20)) <= engine.fitted.certificate.distance_bound
 
 
-def test_a_proposal_changes_nothing():
+def test_a_proposal_changes_nothing(either_path):
     p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
     first, second = Engine(cases.fit(p)), Engine(cases.fit(p))
     for point in (7, 8):

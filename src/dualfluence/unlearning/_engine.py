@@ -138,7 +138,9 @@ class Engine:
         if certificate.distance_bound <= limit:
             how = f"closed form, {step} steps more, true products"
             return _settled(work, data, found.state, certificate, how)
-        rough = _settled(work, data, found.state, certificate, "")
+        # Where the steps failed altogether, from where they began.
+        good = np.isfinite(certificate.distance_bound)
+        rough = _settled(work, data, found.state if good else work.fitted.state, certificate, "")
         fitted = _edit(rough.fitted, [], until, self.drift)
         return anchored(fitted, work.anchor)._replace(how="edit, and a new factorisation")
 

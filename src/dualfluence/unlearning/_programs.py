@@ -180,8 +180,8 @@ def _less(
         step = make_step(jnp, solve_small, column, own, anchor.alpha, anchor.hess, alpha, v, force,
                          anchor.problem.ridge, share, kept, point, anchor.error)  # fmt: skip
         place = (count * c, jnp.zeros_like(count))
-        Y = jax.lax.dynamic_update_slice(Y, column.T, place)
-        YC = jax.lax.dynamic_update_slice(YC, (column @ step.C).T, place)
+        Y = jax.lax.dynamic_update_slice(Y, _finite(column.T), place)
+        YC = jax.lax.dynamic_update_slice(YC, _finite((column @ step.C).T), place)
     state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
     return Y, YC, step.v, step.force, Found(state, *_judged(anchor, state, weights))
 
@@ -205,6 +205,11 @@ def _unpacked(asked: Float[AnyArray, " k"]) -> tuple[Array, Array, Array]:
 
 def _inside(Y: Float[Array, "kc nc"], used: Any) -> Float[Array, " kc"]:
     return (jnp.arange(Y.shape[0]) < used).astype(Y.dtype)
+
+
+def _finite(rows: Float[Array, "c nc"]) -> Float[Array, "c nc"]:
+    """Rows fit for scratch: a step that failed is seen in its state, and must not be seen in later ones."""
+    return jnp.where(jnp.isfinite(rows), rows, 0)
 
 
 def _judged(

@@ -89,10 +89,18 @@ def step_on_host(
     N, hess, start = (np.asarray(a) for a in (anchor.N, anchor.hess, anchor.alpha))
     own = gone.YC[:used, rows]
     column = (N[rows] + own.T @ gone.Y[:used]).T
-    step = make_step(np, np.linalg.solve, column, own, start, hess, alpha, gone.v, gone.force, ridge, share,
+    step = make_step(np, _solve, column, own, start, hess, alpha, gone.v, gone.force, ridge, share,
                      kept, point, np.asarray(anchor.error))  # fmt: skip
     gone.Y[used : used + c], gone.YC[used : used + c] = column.T, (column @ step.C).T
     return gone._replace(v=step.v, force=step.force, count=gone.count + 1), step
+
+
+def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
+    """`A⁻¹B`, or NaN where there is none, as on a device."""
+    try:
+        return np.linalg.solve(A, B)
+    except np.linalg.LinAlgError:
+        return np.full_like(B, np.nan)
 
 
 def make_step(
