@@ -7,6 +7,9 @@ import os
 import resource
 import signal
 import stat
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
+from dualfluence._support.files import FileError
 from dualfluence.unlearning import LedgerError, _engine, _ledger
 from dualfluence.unlearning._payload import digest_of
 
@@ -218,6 +222,64 @@ def test_a_disk_that_refuses_leaves_ledger_and_model_as_they_were(
         assert desk.model_digest == digest
         monkeypatch.setattr(desk.ledger, "_write", write)
         assert desk.remove([4]).sequence == 3
+
+
+@contextmanager
+def not_ours(folder):
+    """The folder as a user sees it who may read it and no more; root has to become one."""
+    modes = {path: path.stat().st_mode for path in (*folder.iterdir(), folder)}
+    for path in modes:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    root = os.geteuid() == 0
+    try:
+        if root:
+            os.seteuid(65534)
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+        for path, mode in modes.items():
+            path.chmod(mode)
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that other users can reach."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+def test_a_read_only_folder_is_a_clear_error_and_the_ledger_is_intact(fitted, open_folder):
+    with not_ours(open_folder), pytest.raises(LedgerError, match="may not write there"):
+        dfl.unlearning.open(open_folder, fitted)
+    assert not list(open_folder.iterdir())
+    with dfl.unlearning.open(open_folder, fitted) as desk:
+        desk.remove([3])
+        raw = (open_folder / "ledger.jsonl").read_bytes()
+    with not_ours(open_folder), pytest.raises(LedgerError, match="may not write there"):
+        dfl.unlearning.open(open_folder, fitted)
+    assert (open_folder / "ledger.jsonl").read_bytes() == raw
+
+
+def test_a_folder_that_becomes_read_only_refuses_what_it_cannot_keep(p, fitted, open_folder):
+    """The contents of a request go into a file of their own."""
+    with dfl.unlearning.open(open_folder, fitted) as desk:
+        desk.remove([3])
+        digest, raw = desk.model_digest, (open_folder / "ledger.jsonl").read_bytes()
+        with not_ours(open_folder), pytest.raises(LedgerError, match="not recorded and not appl"):
+            desk.relabel([4], p.y[4:5])
+        assert (open_folder / "ledger.jsonl").read_bytes() == raw
+        assert desk.model_digest == digest
+        assert desk.relabel([4], p.y[4:5]).sequence == 3
+
+
+@pytest.mark.parametrize("text", ["", "not a salt", "ab" * 31])
+def test_a_damaged_salt_is_a_clear_error(fitted, tmp_path, text):
+    dfl.unlearning.open(tmp_path, fitted).close()
+    (tmp_path / "salt").write_text(text)
+    with pytest.raises(FileError, match="not a salt of this desk"):
+        dfl.unlearning.open(tmp_path, fitted)
 
 
 def test_a_file_that_may_not_grow_is_a_clear_error_and_the_ledger_is_intact(fitted, tmp_path):

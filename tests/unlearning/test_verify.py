@@ -111,7 +111,38 @@ def test_the_verifier_shares_no_code():
 def test_a_missing_package_for_signatures_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(ImportError, match=r"dualfluence\[signing\]"):
+        dfl.unlearning.sign_documents(tmp_path / "papers", tmp_path / "s.sig", tmp_path / "key")
+
+
+def test_a_signature_inside_of_what_it_signs_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="outside of the folder"):
         dfl.unlearning.sign_documents(tmp_path, tmp_path / "s.sig", tmp_path / "key")
+
+
+def test_signed_documents_verify_until_they_are_changed(kept, tmp_path):
+    verifying = pytest.importorskip("model_signing.verifying")
+    _, folder, _ = kept
+    raw = (folder / "desk" / "ledger.jsonl").read_text()
+    written = write_documents(json.loads(raw.splitlines()[1]), tmp_path / "papers")
+    private, public = key_pair(tmp_path)
+    dfl.unlearning.sign_documents(tmp_path / "papers", tmp_path / "papers.sig", private)
+    config = verifying.Config().use_elliptic_key_verifier(public_key=public)
+    config.verify(tmp_path / "papers", tmp_path / "papers.sig")
+    written["json"].write_text(written["json"].read_text() + " ")
+    with pytest.raises(ValueError, match="mismatch"):
+        config.verify(tmp_path / "papers", tmp_path / "papers.sig")
+
+
+def key_pair(folder):
+    """Files of a private and a public key."""
+    ec = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.ec")
+    forms = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    key, paths = ec.generate_private_key(ec.SECP256R1()), (folder / "key", folder / "key.pub")
+    secret = (forms.PrivateFormat.PKCS8, forms.NoEncryption())
+    paths[0].write_bytes(key.private_bytes(forms.Encoding.PEM, *secret))
+    form = (forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo)
+    paths[1].write_bytes(key.public_key().public_bytes(*form))
+    return paths
 
 
 def test_documents_say_what_is_not_covered(kept, tmp_path):

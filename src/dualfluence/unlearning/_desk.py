@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.files import FileError
+from .._support.files import FileError, in_words
 from .._version import __version__
 from ..dual._fitted import Fitted
 from ..problem._certificate import Certificate
@@ -398,15 +398,28 @@ def _salt(path: Path) -> bytes:
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        salt = bytes.fromhex(path.read_text("ascii"))
-        if len(salt) != 32:
-            raise FileError(f"{path}: not a salt of this desk. Restore it from a copy.") from None
-        return salt
+        return _read_salt(path)
+    except OSError as error:
+        raise FileError(f"desk: cannot write {path}: {in_words(error)}.") from error
     salt = secrets.token_bytes(32)
     with os.fdopen(handle, "w", encoding="ascii") as file:
         file.write(salt.hex())
         file.flush()
         os.fsync(file.fileno())
+    return salt
+
+
+def _read_salt(path: Path) -> bytes:
+    try:
+        salt = bytes.fromhex(path.read_text("ascii"))
+    except PermissionError as error:
+        raise FileError(
+            f"desk: {path} is readable by its owner alone. Open the desk as that user."
+        ) from error
+    except ValueError:
+        salt = b""
+    if len(salt) != 32:
+        raise FileError(f"{path}: not a salt of this desk. Restore it from a copy.")
     return salt
 
 

@@ -35,7 +35,15 @@ def write_documents(line: dict[str, Any], folder: Any) -> dict[str, Path]:
 
 
 def sign_documents(folder: Any, signature: Any, private_key: Any) -> None:
-    """Sign a folder of documents with an elliptic-curve key by the `model-signing` package."""
+    """Sign a folder of documents with an elliptic-curve key by the `model-signing` package.
+
+    `model_signing verify key FOLDER --signature FILE --public_key KEY` checks it.
+    """
+    # Every file of the folder is signed: one that comes later would make the signature invalid.
+    if Path(signature).resolve().is_relative_to(Path(folder).resolve()):
+        raise ValueError(
+            f"sign_documents: the signature must lie outside of the folder that it signs, got {signature}."
+        )
     try:
         from model_signing import signing  # type: ignore[import-not-found]
     except ImportError as error:
