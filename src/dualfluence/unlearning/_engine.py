@@ -107,7 +107,7 @@ class Engine:
         )
         if work is self.work:
             # The call wrote into its arguments: what was is in what came back.
-            self.work = work._replace(gone=gone._replace(Y=after.Y, YC=after.YC))
+            self.work = work._replace(gone=replace(gone, Y=after.Y, YC=after.YC))
         certificate = found.certificate(fitted.ridge)
         work = work._replace(gone=after)
         limit = self._limit(certificate, until)

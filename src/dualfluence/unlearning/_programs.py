@@ -141,7 +141,7 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
         return jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf[0] for leaf in fixed])
 
     def less(where: Any, asked: Any, *arrays: Any) -> Any:
-        return _less(where, asked, *arrays[:7], anchor_of(arrays[7:]))
+        return _less(anchor_of(arrays[7:]), where, asked, *arrays[:7])
 
     def polish(
         count: Any, asked: Any, Y: Any, YC: Any, state: State, rho: Any, *arrays: Any
@@ -159,6 +159,7 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
 
 
 def _less(
+    anchor: Anchor,
     where: Any,
     asked: Any,
     Y: Float[Array, "kc nc"],
@@ -168,7 +169,6 @@ def _less(
     alpha: Float[Array, "n c"],
     k_alpha: Float[Array, "n c"],
     drift: Float[AnyArray, ""],
-    anchor: Anchor,
 ) -> tuple[Array, Array, Array, Array, Found]:
     share, weights, kept = _unpacked(asked)
     with jax.default_matmul_precision("highest"):

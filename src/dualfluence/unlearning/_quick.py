@@ -12,6 +12,7 @@ where the last equation fixes `τ`. The point is then eliminated from the invers
 $C = (I - W_iN_{ii})^{-1}W_i$.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ from .._support.compile import filter_jit
 from ._anchor import HIGHEST, Anchor
 
 
-class Gone(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Gone:
     """Points eliminated since the anchor.
 
     - `Y`, `YC`: the updates of `N`, transposed: `(capacity·c, n·c)`. Rows past `count` are scratch. On a
@@ -92,7 +94,7 @@ def step_on_host(
     step = make_step(np, _solve, column, own, start, hess, alpha, gone.v, gone.force, ridge, share,
                      kept, point, np.asarray(anchor.error))  # fmt: skip
     gone.Y[used : used + c], gone.YC[used : used + c] = column.T, (column @ step.C).T
-    return gone._replace(v=step.v, force=step.force, count=gone.count + 1), step
+    return replace(gone, v=step.v, force=step.force, count=gone.count + 1), step
 
 
 def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
