@@ -70,10 +70,12 @@ def bench_stream(points, deletions, width, ridge, drift, edits):
     bound = engine.propose([dfl.Remove([0])]).fitted.certificate.distance_bound
     engine.propose([dfl.Remove([0])], 0.3 * bound)
     jax.block_until_ready(fitted.edit(dfl.Remove([0]), progress=False).state.alpha)
-    times, hows, edit_times = [], {}, []
+    times, hows, edit_times, refreshes = [], {}, [], []
     every = max(1, deletions // edits)
     for point in range(deletions):
         spent, work = seconds_of(lambda point=point: engine.propose([dfl.Remove([point])]))
+        if work.anchor is not engine.work.anchor:
+            refreshes.append(spent)
         engine.accept(work)
         times.append(spent)
         hows[work.how] = hows.get(work.how, 0) + 1
@@ -92,6 +94,9 @@ def bench_stream(points, deletions, width, ridge, drift, edits):
         "median_seconds": float(np.median(times)),
         "mean_seconds": float(np.mean(times)),
         "worst_seconds": float(np.max(times)),
+        # Requests that made a new factorisation: what the mean has over the median, for the most part.
+        "refreshes": len(refreshes),
+        "refresh_seconds": float(np.sum(refreshes)),
         "edit_median_seconds": float(np.median(edit_times)),
         "edit_over_deletion": float(np.median(edit_times) / np.median(times)),
         "edit_over_deletion_means": float(np.mean(edit_times) / np.mean(times)),

@@ -154,8 +154,10 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
     def measure(alpha: Any, weights: Any, *arrays: Any) -> Any:
         return _measured(anchor_of(arrays), alpha, weights)
 
-    # The updates of N are written in place; rows that they had keep what they hold.
-    return Compiled(jit(less, donate_argnums=(2, 3)), jit(polish), jit(judge), jit(measure))
+    # The updates of N are written in place; rows that they had keep what they hold. No product of `less` and
+    # `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny one gains.
+    quick = jit(less, donate_argnums=(2, 3)).outermost, jit(judge).outermost
+    return Compiled(quick[0], jit(polish), quick[1], jit(measure))
 
 
 def _less(
