@@ -3,6 +3,7 @@
 In flow order: linearise a model, fit it, edit its training set, read out what changed.
 """
 
+from . import adapters as adapters
 from . import attribution as attribution
 from . import datasets as datasets
 from . import infinite as infinite

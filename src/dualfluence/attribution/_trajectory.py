@@ -16,7 +16,7 @@ from .._support.checks import check_finite, check_queries, check_rows
 from .._support.progress import ProgressFn, Ticker
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
-from ..kernels._linearized import Linearized, linearize
+from ..kernels._linearized import Linearized, as_network, linearize
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
 from ._checkpoint import (
     LOSSES_OF_METHODS,
@@ -48,7 +48,8 @@ class Trajectory:
 
     **Fields:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed; or
+      a model of `adapters`, whose `read` gives the checkpoints.
     - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may sit on
       disk. Those of the first quarter of training say most, the more the better: ten to twenty,
       every half epoch at first. Late ones, where the network has learned its data by heart, add noise.
@@ -71,6 +72,7 @@ class Trajectory:
     trainable: Any = None
 
     def __post_init__(self) -> None:
+        self._unwrap()
         steps = np.asarray(self.steps)
         if steps.ndim != 1 or steps.size == 0 or not np.issubdtype(steps.dtype, np.integer):
             raise ValueError(
@@ -98,6 +100,13 @@ class Trajectory:
                 )
             for k, params in enumerate(self.checkpoints):
                 check_checkpoint(k, params, self.checkpoints[0])
+
+    def _unwrap(self) -> None:
+        """An adapted model says itself which parameters count."""
+        given: Any = self.apply_fn
+        if as_network(given) is not given:
+            object.__setattr__(self, "trainable", self.trainable or given.trainable)
+            object.__setattr__(self, "apply_fn", given.apply_fn)
 
     @property
     def num_checkpoints(self) -> int:

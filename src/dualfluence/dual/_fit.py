@@ -59,7 +59,7 @@ def fit(
 
     **Arguments:**
 
-    - `model`: from `linearize` or `dualfluence.infinite`, anything with `kernel(x1, x2)`, such a
+    - `model`: from `linearize`, `adapters` or `infinite`, anything with `kernel(x1, x2)`, such a
       function, or a precomputed kernel matrix (then `x` may be `None`).
     - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0.
     - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` of least leave-one-out loss over a grid

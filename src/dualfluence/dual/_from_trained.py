@@ -15,7 +15,7 @@ from .._support.compile import filter_jit
 from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
 from .._support.trees import tree_norm
-from ..kernels._linearized import Linearized
+from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_params
 from ..models._options import KernelArgument, kernel_options
@@ -37,7 +37,7 @@ double where that rounding is all there is."""
 
 
 def from_trained(
-    model: Linearized,
+    model: Any,
     trained_params: PyTree,
     x: Any,
     y: Any,
@@ -74,7 +74,8 @@ def from_trained(
 
     **Arguments:**
 
-    - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards.
+    - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards, or a model of
+      `adapters` at these parameters.
     - `trained_params`: `θ`, a pytree like `θ₀`.
     - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
       at `θ₀` (`"initial"`, as the paper does). The same for linear models.
@@ -82,6 +83,7 @@ def from_trained(
     - `kernel`: as in `fit`; an operator that is there already must be the kernel at the `tangent`.
     - other arguments: as in `fit`.
     """
+    model = as_network(model)
     _check_trained(model, trained_params, tangent)
     trained_params = check_params("from_trained: trained_params", model, trained_params)
     linearised = check_flag("from_trained: linearised", linearised)

@@ -250,6 +250,12 @@ class Linearized(eqx.Module):
         return jnp.result_type(*jax.tree.leaves(self.split(self.params)[0]))
 
 
+def as_network(model: Any) -> Any:
+    """The linearised network that an adapted model brings along; anything else as it is."""
+    own = getattr(model, "linearized", None)
+    return own if isinstance(own, Linearized) else model
+
+
 @eqx.filter_jit
 def _diagonal(model: Linearized, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
     def square(grads: PyTree) -> Array:

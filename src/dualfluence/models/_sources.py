@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import filter_jit, jit
 from .._support.progress import ProgressFn
-from ..kernels._linearized import Linearized
+from ..kernels._linearized import Linearized, as_network
 from ..operators import (
     AbstractKernelOperator,
     DenseOperator,
@@ -360,6 +360,7 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
 
     With points `x`, a network is bound to what it closes over now.
     """
+    model = as_network(model)
     if isinstance(model, AbstractSource):
         return model
     if isinstance(model, Linearized):
