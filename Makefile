@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test thorough test-gpu slow lint clean
+.PHONY: demo test thorough frameworks test-gpu slow lint clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -24,6 +24,10 @@ test: $(VENV)/.installed-dev
 # Tables of many small cases: structures, edits, attribution, unlearning, bad input.
 thorough: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'thorough and not slow'
+
+# Models of every framework that has an adapter; installs Haiku, Keras, PyTorch and scikit-learn.
+frameworks: $(VENV)/.installed-frameworks
+	$(BIN)/python -m pytest tests/adapters -m 'not slow'
 
 # The numerical tests on an accelerator, in float64; JAX must see one.
 test-gpu: $(VENV)/.installed-dev

@@ -31,6 +31,7 @@ if PLATFORM == "cpu":
 install_import_hook("dualfluence", "beartype.beartype")
 
 ON_THE_HOST = (
+    "adapters/",
     "apps/",
     "attribution/test_commands.py",
     "dual/test_damaged_states.py",
@@ -106,10 +107,9 @@ def pytest_configure(config):
             raise pytest.UsageError(
                 f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
             )
-        if (
-            config.option.markexpr == "not slow and not gpu and not thorough"
-        ):  # the default of pyproject.toml
-            config.option.markexpr = "not slow"
+        default = "not slow and not gpu and not thorough and not frameworks"  # of pyproject.toml
+        if config.option.markexpr == default:
+            config.option.markexpr = "not slow and not frameworks"
 
 
 @pytest.fixture(autouse=True, scope="module")

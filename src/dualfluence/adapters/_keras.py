@@ -1,0 +1,82 @@
+"""Keras, on its JAX backend."""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtyping import Array, PyTree
+
+from ._adapted import Adapted, Trainable, adapt, check_model, need
+
+
+def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
+    """Adapt a built Keras 3 model that runs on JAX.
+
+    `model.trainable_variables` are trained, all other variables are held as `"state"`; both are named
+    by their paths.
+
+    **Arguments:**
+
+    - `model`: the model; `restore` copies it by Keras's own means, so that layers of your own need a
+      `get_config`.
+    - `trainable`: which parameters count, all by default.
+    - `call`: arguments of the call beside `x`; `training` is `False`.
+
+    **Returns:** `Adapted`; `restore` gives a Keras model.
+    """
+    keras = need("keras", "from_keras", "keras")
+    check_model("from_keras", model, keras.Model, "a keras.Model")
+    _check_ready(keras, model)
+    options = {"training": False} | call
+    names = _names(model.trainable_variables), _names(model.non_trainable_variables)
+
+    def read(other: Any) -> PyTree:
+        check_model("read", other, keras.Model, "a keras.Model")
+        # By the names of this model: Keras numbers layers anew in every copy.
+        return {
+            "params": _values(names[0], other.trainable_variables),
+            "state": _values(names[1], other.non_trainable_variables),
+        }
+
+    def listed(tree: PyTree) -> tuple[list[Any], list[Any]]:
+        return [tree["params"][k] for k in names[0]], [tree["state"][k] for k in names[1]]
+
+    def rebuild(tree: PyTree) -> Any:
+        twin = copy.deepcopy(model)
+        params, state = listed(tree)
+        own = [*twin.trainable_variables, *twin.non_trainable_variables]
+        for variable, value in zip(own, params + state, strict=True):
+            variable.assign(value)
+        return twin
+
+    def apply(tree: PyTree, x: Array) -> Any:
+        return model.stateless_call(*listed(tree), x, **options)[0]
+
+    return adapt("Keras", apply, read(model), trainable, read, rebuild)
+
+
+def _check_ready(keras: Any, model: Any) -> None:
+    if keras.backend.backend() != "jax":
+        raise ValueError(
+            f"from_keras: Keras runs on {keras.backend.backend()}, expected jax. Set "
+            "KERAS_BACKEND=jax in the environment before Keras is imported, and load the model there."
+        )
+    if not model.built:
+        raise ValueError("from_keras: the model has no weights yet. Call it once on data first.")
+
+
+def _names(variables: Sequence[Any]) -> list[str]:
+    """Paths of variables; what Keras gives the same path twice gets a number."""
+    paths = [variable.path for variable in variables]
+    return [
+        path if paths.count(path) == 1 else f"{path}#{paths[:k].count(path)}"
+        for k, path in enumerate(paths)
+    ]
+
+
+def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, Any]:
+    if len(names) != len(variables):
+        raise ValueError(
+            f"read: this model has {len(names)} such variables, the other {len(variables)}."
+        )
+    return {name: variable.value for name, variable in zip(names, variables, strict=True)}

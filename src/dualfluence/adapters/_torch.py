@@ -1,0 +1,71 @@
+"""PyTorch, by torchax."""
+
+import copy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, PyTree
+
+from ._adapted import Adapted, Trainable, adapt, check_model, need
+
+
+def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
+    """Adapt a PyTorch module: its own forward pass, run on JAX by torchax.
+
+    Parameters that require a gradient are trained; the others and all buffers are held as `"state"`.
+
+    **Arguments:**
+
+    - `model`: the module; it is copied, and the copy put in evaluation mode.
+    - `trainable`: which parameters count, all by default.
+    - `call`: arguments of `model(x, ...)`.
+
+    **Returns:** `Adapted`; `restore` gives an `nn.Module` in evaluation mode.
+    """
+    torch, torchax = (need(name, "from_torch", "torch") for name in ("torch", "torchax"))
+    check_model("from_torch", model, torch.nn.Module, "a torch.nn.Module")
+    env = torchax.default_env()
+    # A twin of its own, so that training the user's module further changes nothing here.
+    twin = copy.deepcopy(model).cpu().eval()
+    learned = {name for name, p in model.named_parameters() if p.requires_grad}
+
+    def read(other: Any) -> PyTree:
+        check_model("read", other, torch.nn.Module, "a torch.nn.Module")
+        held = dict(other.named_parameters()) | dict(other.named_buffers())
+        arrays = {name: _to_array(name, value) for name, value in held.items()}
+        return {
+            "params": {name: a for name, a in arrays.items() if name in learned},
+            "state": {name: a for name, a in arrays.items() if name not in learned},
+        }
+
+    def rebuild(tree: PyTree) -> Any:
+        served = copy.deepcopy(twin)
+        own = dict(served.named_parameters()) | dict(served.named_buffers())
+        with torch.no_grad():
+            for name, value in _merged(tree).items():
+                own[name].copy_(torch.from_numpy(np.array(value)))
+        return served
+
+    def apply(tree: PyTree, x: Array) -> Any:
+        values, points = env.j2t_iso((_merged(tree), x))
+        with env:
+            return env.t2j_iso(torch.func.functional_call(twin, values, (points,), call))
+
+    return adapt("PyTorch", apply, read(model), trainable, read, rebuild)
+
+
+def _merged(tree: Any) -> dict[str, Any]:
+    """Parameters and buffers by name, as a module's call takes them."""
+    return {**tree["params"], **tree["state"]}
+
+
+def _to_array(name: str, value: Any) -> Array:
+    array = value.detach().cpu().numpy()
+    if array.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"from_torch: {name} is float64, which JAX is not set up for. Call "
+            "jax.config.update('jax_enable_x64', True) first, or give model.float()."
+        )
+    return jnp.array(array)  # a copy: PyTorch writes its weights in place
