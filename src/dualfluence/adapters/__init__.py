@@ -1,6 +1,9 @@
 """Models of other frameworks: one call in, one call back. Frameworks are imported when used."""
 
+from typing import TYPE_CHECKING, Any
+
 from ._adapted import Adapted as Adapted
+from ._adapted import need
 from ._equinox import from_equinox as from_equinox
 from ._haiku import from_haiku as from_haiku
 from ._keras import from_keras as from_keras
@@ -8,3 +11,23 @@ from ._linen import from_linen as from_linen
 from ._nnx import from_nnx as from_nnx
 from ._records import sgd_record as sgd_record
 from ._torch import from_torch as from_torch
+
+if TYPE_CHECKING:
+    from ._sklearn import DualInfluenceClassifier as DualInfluenceClassifier
+    from ._sklearn import DualInfluenceRegressor as DualInfluenceRegressor
+
+_ESTIMATORS = ("DualInfluenceClassifier", "DualInfluenceRegressor")
+
+
+def __getattr__(name: str) -> Any:
+    """Estimators are classes of scikit-learn, so that it is imported where one is asked for."""
+    if name not in _ESTIMATORS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    need("sklearn", f"adapters.{name}", "sklearn")
+    from . import _sklearn
+
+    return getattr(_sklearn, name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_ESTIMATORS])

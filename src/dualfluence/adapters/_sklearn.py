@@ -1,0 +1,242 @@
+"""Estimators for scikit-learn that can lose training points after they were fitted."""
+# pyright: reportMissingImports=false
+
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, ClassVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from sklearn.base import BaseEstimator, ClassifierMixin, MultiOutputMixin, RegressorMixin
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from ..dual._fit import fit
+from ..dual._fitted import Fitted
+from ..dual._io import load
+from ..dual._train import default_tolerance
+from ..losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ..problem._edits import Remove
+
+
+class _Linear(eqx.Module):
+    """`x1·x2 + b²`: the kernel of a linear model whose intercept has a column of `b` to itself."""
+
+    intercept: float = eqx.field(static=True)
+
+    def kernel(self, x1: Any, x2: Any) -> Float[Array, "n1 n2"]:
+        product = jnp.dot(jnp.asarray(x1), jnp.asarray(x2).T, precision="highest")
+        return product + self.intercept**2
+
+
+class _DualEstimator(BaseEstimator):
+    """What the classifier and the regressor have in common: a fitted model and its removals."""
+
+    _kinds: ClassVar[dict[str, bool]] = {}
+    """What scikit-learn is to check of targets."""
+
+    def __init__(
+        self, ridge: float = 1e-2, *, fit_intercept: bool = True, model: Any = None
+    ) -> None:
+        self.ridge = ridge
+        self.fit_intercept = fit_intercept
+        self.model = model
+
+    def unfit(self, indices: Any) -> Any:
+        """Forget training points, exactly: as if fitted again without them.
+
+        The points' rows are overwritten too. Positions are those of the `X` given to `fit`, also after
+        earlier calls; a point that is gone already is refused.
+
+        **Returns:** itself, changed.
+        """
+        check_is_fitted(self)
+        limit = default_tolerance(self.fitted_.offset.dtype)
+        update = self.fitted_.edit(
+            Remove(indices), drift=limit, on_failure="report", progress=False
+        )
+        self._keep(update.commit().purge())
+        return self
+
+    def attribute(self, X: Any, y: Any = None) -> np.ndarray:
+        """What leaving each training point out would add to the loss of each query, `(q, n)`.
+
+        **Arguments:**
+
+        - `X`, `y`: queries and their targets; without targets, the model's own predictions stand in.
+        """
+        check_is_fitted(self)
+        y = self.predict(X) if y is None else y
+        X, y = self._validated(X, y, reset=False, **self._kinds)
+        values = self.fitted_.attribute(X, self._targets(y), progress=False).values
+        return np.asarray(values)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state with the model as the bytes of a saved file, whose parts carry checksums."""
+        given: Any = super().__getstate__()
+        state: dict[str, Any] = dict(given)
+        if "fitted_" in state:
+            with tempfile.TemporaryDirectory() as folder:
+                state["fitted_"].save(path := Path(folder) / "model")
+                state["fitted_"] = path.read_bytes()
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "fitted_" in state:
+            with tempfile.TemporaryDirectory() as folder:
+                (path := Path(folder) / "model").write_bytes(state["fitted_"])
+                self.fitted_ = load(path, self._model(), progress=False)
+
+    def _model(self) -> Any:
+        return _Linear(float(bool(self.fit_intercept))) if self.model is None else self.model
+
+    def _learn(
+        self, X: np.ndarray, targets: np.ndarray, loss: AbstractLoss, sample_weight: Any
+    ) -> None:
+        fitted = fit(
+            self._model(),
+            X,
+            targets,
+            loss=loss,
+            ridge=self.ridge,
+            weights=sample_weight,
+            num_outputs=self._num_outputs(targets) if self.model is None else None,
+            on_failure="report",
+            progress=False,
+        )
+        self._keep(fitted)
+
+    def _keep(self, fitted: Fitted) -> None:
+        """Take over a fit and what linear models show of it."""
+        if not fitted.stats.converged:
+            warnings.warn(
+                f"{type(self).__name__} stopped at a certified distance of "
+                f"{fitted.certificate.distance_bound:.1e} from its optimum: {fitted.stats.reason}. "
+                "Scale the features, or give a larger ridge.",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+        self.fitted_ = fitted
+        self.certificate_ = fitted.certificate
+        if self.model is None:
+            alpha = np.asarray(fitted.alpha)
+            self.coef_ = (np.asarray(fitted.x).T @ alpha).T
+            self.intercept_: Any = alpha.sum(axis=0) * bool(self.fit_intercept)
+
+    def _outputs(self, X: Any) -> np.ndarray:
+        check_is_fitted(self)
+        X = self._validated(X, reset=False)
+        return np.asarray(self.fitted_.predict(X))
+
+    def _validated(self, X: Any, y: Any = "no_validation", **options: Any) -> Any:
+        """Checked by scikit-learn; a model of one's own may take points of any shape."""
+        kind = jax.dtypes.canonicalize_dtype(np.float64)
+        wanted: dict[str, Any] = {"dtype": kind, "allow_nd": self.model is not None} | options
+        return validate_data(self, X, y, **wanted)
+
+    def predict(self, X: Any) -> np.ndarray:
+        raise NotImplementedError
+
+    def _targets(self, y: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+    def _num_outputs(self, targets: np.ndarray) -> int:
+        raise NotImplementedError
+
+
+class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
+    r"""Multinomial logistic regression that forgets points exactly and says what each one did.
+
+    Minimises $\frac1n\sum_i\ell_i + \frac{\lambda}{2}\|\theta\|^2$ with the softmax cross-entropy. That is
+    `LogisticRegression(C=1/(n*ridge), fit_intercept=False)` with a column of ones: the intercept is
+    pulled to zero like every other parameter.
+
+    **Arguments:**
+
+    - `ridge`: `λ`.
+    - `fit_intercept`: whether there is an intercept.
+    - `model`: a network of `adapters` or `linearize`, or a kernel, instead of linear features; a network
+      needs one output per class, in the order of the sorted labels.
+
+    **Attributes:** `classes_`, `coef_` and `intercept_` (linear features only), `fitted_` (the `Fitted`
+    behind it, for every other edit), `certificate_` (of the distance to the optimum).
+    """
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "DualInfluenceClassifier":
+        X, y = self._validated(X, y)
+        check_classification_targets(y)
+        self.classes_, labels = np.unique(y, return_inverse=True)
+        if len(self.classes_) < 2:
+            raise ValueError(
+                "DualInfluenceClassifier: expected at least two classes, got one class: "
+                f"{self.classes_.tolist()}."
+            )
+        self._learn(X, labels, SoftmaxCrossEntropy(), sample_weight)
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Scores per class, `(q, c)`; for two classes the second's over the first's, `(q,)`."""
+        outputs = self._outputs(X)
+        return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probabilities per class, `(q, c)`."""
+        return np.asarray(jax.nn.softmax(self._outputs(X), axis=1))
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The likeliest class of each query."""
+        outputs = self._outputs(X)
+        return self.classes_[np.argmax(outputs, axis=1)]
+
+    def _targets(self, y: np.ndarray) -> np.ndarray:
+        unknown = np.setdiff1d(y, self.classes_)
+        if unknown.size:
+            raise ValueError(f"attribute: {unknown.tolist()} are no classes of this model.")
+        return np.searchsorted(self.classes_, y)
+
+    def _num_outputs(self, targets: np.ndarray) -> int:
+        return len(self.classes_)
+
+
+class DualInfluenceRegressor(MultiOutputMixin, RegressorMixin, _DualEstimator):
+    r"""Ridge regression that forgets points exactly and says what each one did.
+
+    Minimises $\frac1n\sum_i\frac12\|f_i-y_i\|^2 + \frac{\lambda}{2}\|\theta\|^2$. That is
+    `Ridge(alpha=n*ridge, fit_intercept=False)` with a column of ones: the intercept is pulled to
+    zero like every other parameter.
+
+    **Arguments:** as for `DualInfluenceClassifier`; a network needs one output per target.
+
+    **Attributes:** `coef_`, `intercept_`, `fitted_`, `certificate_`.
+    """
+
+    _kinds: ClassVar[dict[str, bool]] = {"y_numeric": True, "multi_output": True}
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "DualInfluenceRegressor":
+        X, y = self._validated(X, y, **self._kinds)
+        self.flat_ = y.ndim == 1
+        self._learn(X, self._targets(y), SquaredError(), sample_weight)
+        return self
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Outputs, in the shape of the targets."""
+        outputs = self._outputs(X)
+        return outputs[:, 0] if self.flat_ else outputs
+
+    def _keep(self, fitted: Fitted) -> None:
+        super()._keep(fitted)
+        if self.model is None and self.flat_:
+            self.coef_, self.intercept_ = self.coef_[0], float(self.intercept_[0])
+
+    def _targets(self, y: np.ndarray) -> np.ndarray:
+        y = np.asarray(y, jax.dtypes.canonicalize_dtype(np.float64))
+        return y[:, None] if y.ndim == 1 else y
+
+    def _num_outputs(self, targets: np.ndarray) -> int:
+        return targets.shape[1]

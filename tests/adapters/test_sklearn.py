@@ -1,0 +1,150 @@
+"""Estimators for scikit-learn, against scikit-learn: `make frameworks`."""
+
+import pickle
+import warnings
+
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+import dualfluence as dfl
+
+pytestmark = pytest.mark.frameworks
+
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(40, 4))
+LABELS = np.array(["a", "b", "c"])[np.argmax(X[:, :3] + 0.5 * RNG.normal(size=(40, 3)), axis=1)]
+VALUES = X @ RNG.normal(size=4) + 1 + 0.1 * RNG.normal(size=40)
+RIDGE = 0.01
+GONE = [3, 11, 20]
+KEPT = np.setdiff1d(np.arange(40), GONE)
+ONES = np.ones((40, 1))
+
+
+def classifier(**options):
+    return dfl.adapters.DualInfluenceClassifier(RIDGE, **options)
+
+
+def regressor(**options):
+    return dfl.adapters.DualInfluenceRegressor(RIDGE, **options)
+
+
+def logistic(rows):
+    """scikit-learn's own optimum, with the intercept as a column so that it is pulled to zero too."""
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(
+        C=1 / (len(rows) * RIDGE), fit_intercept=False, tol=1e-10, max_iter=10_000
+    )
+    return model.fit(np.hstack([X, ONES])[rows], LABELS[rows]).coef_
+
+
+def ridge(rows):
+    from sklearn.linear_model import Ridge
+
+    model = Ridge(alpha=len(rows) * RIDGE, fit_intercept=False, solver="cholesky")
+    return model.fit(np.hstack([X, ONES])[rows], VALUES[rows]).coef_
+
+
+def coefficients(model):
+    return np.column_stack([np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)])
+
+
+@pytest.mark.parametrize("name", ["DualInfluenceClassifier", "DualInfluenceRegressor"])
+def test_passes_every_check_of_scikit_learn(name):
+    from sklearn.utils.estimator_checks import check_estimator
+
+    estimator = getattr(dfl.adapters, name)()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of checks that feed nonsense on purpose
+        results = check_estimator(estimator, on_fail="raise", on_skip=None)
+    skipped = {r["check_name"] for r in results if r["status"] != "passed"}
+    # For want of pandas and of SCIPY_ARRAY_API, for any estimator.
+    assert skipped <= {
+        "check_sample_weights_pandas_series",
+        "check_array_api_input",
+        "check_regressor_data_not_an_array",
+        "check_classifier_data_not_an_array",
+    }
+
+
+def test_coefficients_are_those_of_logistic_regression_before_and_after_unfit():
+    model = classifier().fit(X, LABELS)
+    # lbfgs stops at a gradient of 1e-10 in a sum of 40 losses whose curvature is at least λn.
+    np.testing.assert_allclose(coefficients(model), logistic(np.arange(40)), rtol=0, atol=1e-6)
+    model.unfit(GONE)
+    np.testing.assert_allclose(coefficients(model), logistic(KEPT), rtol=0, atol=1e-6)
+    assert model.certificate_.distance_bound < 1e-6
+
+
+def test_coefficients_are_those_of_ridge_regression_before_and_after_unfit():
+    model = regressor().fit(X, VALUES)
+    np.testing.assert_allclose(coefficients(model)[0], ridge(np.arange(40)), rtol=0, atol=1e-9)
+    model.unfit(GONE[:1]).unfit(GONE[1:])  # positions keep their meaning
+    np.testing.assert_allclose(coefficients(model)[0], ridge(KEPT), rtol=0, atol=1e-9)
+
+
+def test_outputs_follow_from_the_coefficients():
+    model = classifier().fit(X, LABELS)
+    outputs = X @ model.coef_.T + model.intercept_
+    np.testing.assert_allclose(model.decision_function(X), outputs, rtol=0, atol=1e-10)
+    shares = np.exp(outputs) / np.exp(outputs).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(model.predict_proba(X), shares, rtol=0, atol=1e-10)
+    np.testing.assert_array_equal(model.predict(X), model.classes_[outputs.argmax(axis=1)])
+
+
+def test_without_an_intercept_there_is_none():
+    model = regressor(fit_intercept=False).fit(X, VALUES)
+    want = np.linalg.solve(X.T @ X + 40 * RIDGE * np.eye(4), X.T @ VALUES)
+    np.testing.assert_allclose(model.coef_, want, rtol=0, atol=1e-10)
+    assert model.intercept_ == 0
+
+
+def test_attribution_is_the_change_of_loss_on_leaving_a_point_out():
+    model = regressor().fit(X, VALUES)
+    scores = model.attribute(X[:2], VALUES[:2])
+    before = 0.5 * (model.predict(X[:2]) - VALUES[:2]) ** 2
+    for i in GONE:
+        weights = ridge(np.setdiff1d(np.arange(40), [i]))
+        after = 0.5 * (np.hstack([X, ONES])[:2] @ weights - VALUES[:2]) ** 2
+        np.testing.assert_allclose(scores[:, i], after - before, rtol=0, atol=1e-9)
+
+
+def test_attribution_without_labels_asks_about_the_prediction():
+    model = classifier().fit(X, LABELS)
+    np.testing.assert_array_equal(
+        model.attribute(X[:3]), model.attribute(X[:3], model.predict(X[:3]))
+    )
+    with pytest.raises(ValueError, match=r"\['z'\] are no classes"):
+        model.attribute(X[:1], ["z"])
+
+
+def test_a_pickled_model_forgets_as_before():
+    model = classifier().fit(X, LABELS)
+    twin = pickle.loads(pickle.dumps(model))
+    np.testing.assert_allclose(
+        coefficients(twin.unfit(GONE)), coefficients(model.unfit(GONE)), rtol=0, atol=1e-12
+    )
+
+
+def test_a_network_takes_the_place_of_linear_features():
+    net = eqx.nn.MLP(4, 3, 5, 1, key=jax.random.key(0))
+    adapted = dfl.adapters.from_equinox(net)
+    model = classifier(model=adapted).fit(X, LABELS).unfit(GONE)
+    _, labels = np.unique(LABELS, return_inverse=True)
+    want = dfl.fit(
+        adapted, X[KEPT], labels[KEPT], loss=dfl.SoftmaxCrossEntropy(), ridge=RIDGE
+    ).predict(X)
+    np.testing.assert_allclose(model.decision_function(X), want, rtol=0, atol=1e-7)
+
+
+def test_it_works_in_a_pipeline_and_a_search():
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    grid = {"dualinfluenceregressor__ridge": [1e-3, 10.0]}
+    search = GridSearchCV(make_pipeline(StandardScaler(), regressor()), grid, cv=2)
+    search.fit(X, VALUES)
+    assert search.best_params_ == {"dualinfluenceregressor__ridge": 1e-3}
