@@ -53,6 +53,7 @@ ON_THE_HOST = (
 
 
 THOROUGH = (
+    "adapters/test_adapters_jax.py",
     "apps/test_bench_attribution.py",
     "apps/test_paper_forms.py",
     "attribution/",

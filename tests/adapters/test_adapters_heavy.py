@@ -163,6 +163,49 @@ def test_restored_keras_layers_have_the_names_that_they_had():
     assert [layer.name for layer in served.layers] == [layer.name for layer in case.model.layers]
 
 
+def test_a_keras_model_of_an_own_class_is_restored():
+    os.environ["KERAS_BACKEND"] = "jax"
+    import keras
+
+    class Scale(keras.layers.Layer):
+        def build(self, shape):
+            self.factor = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+        def call(self, x):
+            return x * self.factor
+
+    class Net(keras.Model):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.scale, self.head = Scale(), keras.layers.Dense(3)
+            self.drop = keras.layers.Dropout(0.5)
+
+        def call(self, x):  # takes no `training`: layers are told by Keras
+            return self.head(self.drop(self.scale(x)))
+
+    model = Net()
+    with pytest.raises(ValueError, match="no weights yet"):
+        dfl.adapters.from_keras(model)
+    model(X)
+    adapted = dfl.adapters.from_keras(model)
+    moved = jax.tree.map(lambda leaf: 2 * leaf, adapted.params)
+    np.testing.assert_allclose(adapted.restore(moved)(X), adapted.at(moved)(X), rtol=0, atol=1e-12)
+
+
+def test_tied_torch_weights_stay_tied():
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.ReLU(), torch.nn.Linear(5, 5))
+    model[2].weight = model[0].weight
+    adapted = dfl.adapters.from_torch(model.double())
+    moved = jax.tree.map(lambda leaf: 2 * leaf, adapted.params)
+    served = adapted.restore(moved)
+    assert served[2].weight is served[0].weight
+    with torch.no_grad():
+        want = served(torch.from_numpy(X)).numpy()
+    np.testing.assert_allclose(adapted.at(moved)(X), want, rtol=0, atol=1e-12)
+
+
 def test_keras_on_another_backend_is_refused():
     code = (
         "import keras; from dualfluence.adapters import from_keras\n"

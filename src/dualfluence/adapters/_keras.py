@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtyping import Array, PyTree
 
-from ._adapted import Adapted, Trainable, adapt, check_model, need
+from ._adapted import Adapted, Trainable, adapt, check_model, evaluation_flags, need
 
 
 def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
@@ -17,17 +17,17 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
 
     **Arguments:**
 
-    - `model`: the model; `restore` copies it by Keras's own means, so that layers of your own need a
-      `get_config`.
+    - `model`: the model; `restore` copies it by Keras's own means, so that classes of your own must
+      be such as Keras can copy: a constructor that passes `**kwargs` on, `get_config` for the rest.
     - `trainable`: which parameters count, all by default.
-    - `call`: arguments of the call beside `x`; `training` is `False`.
+    - `call`: arguments of the call beside `x`; `training` is `False` unless it is given.
 
     **Returns:** `Adapted`; `restore` gives a Keras model.
     """
     keras = need("keras", "from_keras", "keras")
     check_model("from_keras", model, keras.Model, "a keras.Model")
     _check_ready(keras, model)
-    options = {"training": False} | call
+    options = evaluation_flags(model.call, call)
     names = _names(model.trainable_variables), _names(model.non_trainable_variables)
 
     def read(other: Any) -> PyTree:
@@ -42,7 +42,10 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
         return [tree["params"][k] for k in names[0]], [tree["state"][k] for k in names[1]]
 
     def rebuild(tree: PyTree) -> Any:
-        twin = copy.deepcopy(model)
+        # Keras copies by configuration, and must be told the classes that it does not know.
+        own_classes = {type(part).__name__: type(part) for part in (model, *model.layers)}
+        with keras.saving.custom_object_scope(own_classes):
+            twin = copy.deepcopy(model)
         params, state = listed(tree)
         own = [*twin.trainable_variables, *twin.non_trainable_variables]
         for variable, value in zip(own, params + state, strict=True):

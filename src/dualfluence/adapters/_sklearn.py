@@ -40,9 +40,8 @@ class _DualEstimator(BaseEstimator):
     _kinds: ClassVar[dict[str, bool]] = {}
     """What scikit-learn is to check of targets."""
 
-    def __init__(
-        self, ridge: float = 1e-2, *, fit_intercept: bool = True, model: Any = None
-    ) -> None:
+    # Any values: scikit-learn wants them kept as given, and checked when fitting.
+    def __init__(self, ridge: Any = 1e-2, *, fit_intercept: Any = True, model: Any = None) -> None:
         self.ridge = ridge
         self.fit_intercept = fit_intercept
         self.model = model
