@@ -134,9 +134,15 @@ def test_networks_are_trained_with_the_seeds_that_are_said():
     assert got.repeats.shape == (2, 5, 3)
     for r, seed in enumerate([7, 8]):
         for j, row in enumerate(masks):
-            key = jax.random.fold_in(jax.random.key(seed), j)
-            want = _measure(_train(key, jnp.asarray(np.flatnonzero(row))))
+            want = _measure(_train(jax.random.key(seed), jnp.asarray(np.flatnonzero(row))))
             np.testing.assert_allclose(got.repeats[r, j], want, rtol=1e-12)
+
+
+def test_subsets_of_one_seed_differ_by_their_data_alone():
+    masks = np.repeat(evaluate.random_masks(12, 1, seed=0), 3, axis=0)
+    got = evaluate.retrain_networks(_train, _measure, masks, seeds=[7, 8], progress=False).repeats
+    np.testing.assert_array_equal(got[:, 1:], got[:, :1].repeat(2, axis=1))
+    assert (got[0] != got[1]).all()
 
 
 def test_a_killed_truth_goes_on_bit_for_bit(tmp_path):

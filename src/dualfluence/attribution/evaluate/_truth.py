@@ -124,7 +124,8 @@ def retrain_networks(
     - `train`: `train(key, indices) -> params`, traceable; `indices` are the kept points.
     - `measure`: `measure(params) -> (q,)`, e.g. the loss at each query.
     - `masks`: `(s, n)` with equally many kept points in each row, so that shapes agree.
-    - `seeds`: one repeat per seed. The key of subset `j` is `fold_in(key(seed), j)`.
+    - `seeds`: one repeat per seed. All subsets of a repeat share `key(seed)` (common random numbers):
+      what differs between them is the data, and a lucky start cannot pass for a good subset.
     - `name`: of the experiment; a folder holds slices of one name only, since functions have no
       fingerprint.
     - `slice_size`: models trained at once; part of what makes results reproducible bit for bit.
@@ -150,14 +151,14 @@ def retrain_networks(
         part = jobs[rows]
         # The last slice repeats its last model: one shape, one compilation.
         part = part + [part[-1]] * (min(slice_size, len(jobs)) - len(part))
-        keys = jnp.stack([jax.random.fold_in(jax.random.key(s), j) for s, j in part])
+        keys = jnp.stack([jax.random.key(s) for s, _ in part])
         values = np.asarray(one(keys, jnp.asarray(indices[[j for _, j in part]])))
         if values.ndim != 2:
             raise ValueError(f"retrain_networks: measure must return (q,), got {values.shape[1:]}.")
         check_finite("retrain_networks: targets", values, hint="Training diverged.")
         return values[: rows.stop - rows.start]
 
-    pieces = Pieces(folder, json.dumps([name, _digest(kept), list(seeds), slice_size]))
+    pieces = Pieces(folder, json.dumps([name, _digest(kept), list(seeds), slice_size, "shared"]))
     flat = _sliced(pieces, len(jobs), slice_size, run, "models", progress)
     return Truth(kept, flat.reshape(len(seeds), kept.shape[0], -1), seeds)
 
