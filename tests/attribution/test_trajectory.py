@@ -9,6 +9,7 @@ import pytest
 import cases
 import dualfluence as dfl
 from dualfluence.attribution import Trajectory, attribute_runs
+from dualfluence.attribution._terms import AVERAGED
 
 N, Q, C, D = 12, 3, 3, 5
 SIZES = (D, 6, C)
@@ -40,22 +41,29 @@ def _jacobian(params, x):
     return np.asarray(jax.jacobian(lambda t: cases.mlp(unravel(t), jnp.asarray(x)))(flat))
 
 
-def _oracle(params, ridge, metric=None):
-    """`v_qᵀ J_q P (λI + JᵀWJ P)⁻¹ J_iᵀ g_i` in parameter space, NumPy."""
+def _softmax(params, z):
+    f = np.asarray(cases.mlp(params, jnp.asarray(z)))
+    e = np.exp(f - f.max(1, keepdims=True))
+    return e / e.sum(1, keepdims=True)
+
+
+def _oracle(params, ridge, metric=None, run=(), terms=(False, False, False)):
+    """`v_qᵀ J_q P (λI + JᵀWJ P)⁻¹ J_iᵀ g_i` in parameter space, NumPy.
+
+    `g`, `v` and `W`, in the order of `terms`, at the checkpoint's probabilities or at the run's mean.
+    """
     x, y, xq, yq = _data()
     J, J_q = _jacobian(params, x), _jacobian(params, xq)
     root = np.ones(J.shape[2]) if metric is None else np.sqrt(metric)
     J, J_q = J * root, J_q * root
 
-    def softmax(p, z):
-        f = np.asarray(cases.mlp(p, jnp.asarray(z)))
-        e = np.exp(f - f.max(1, keepdims=True))
-        return e / e.sum(1, keepdims=True)
+    def at(averaged, z):
+        return np.mean([_softmax(p, z) for p in (run if averaged else [params])], axis=0)
 
-    s, s_q = softmax(params, x), softmax(params, xq)
-    g, v = (s - np.eye(C)[y]) / N, s_q - np.eye(C)[yq]
+    g = (at(terms[0], x) - np.eye(C)[y]) / N
+    v = at(terms[1], xq) - np.eye(C)[yq]
     H = ridge * np.eye(J.shape[2])
-    for J_i, s_i in zip(J, s, strict=True):
+    for J_i, s_i in zip(J, at(terms[2], x), strict=True):
         H += J_i.T @ (np.diag(s_i) - np.outer(s_i, s_i)) @ J_i / N
     push = np.einsum("nap,na->pn", J, g)
     return np.einsum("qap,qa->qp", J_q, v) @ np.linalg.solve(H, push)
@@ -76,6 +84,56 @@ def test_scores_are_the_equation_summed_over_checkpoints_and_runs():
     np.testing.assert_allclose(got.values, np.mean(parts, axis=0), rtol=1e-8, atol=1e-10)
     assert got.unit is None
     assert any("no unit" in note for note in got.notes)
+
+
+@pytest.mark.parametrize("averaged", AVERAGED)
+def test_terms_come_from_predictions_averaged_over_their_own_run(averaged):
+    runs = [_run(0, 3), _run(1, 2)]
+    got = attribute_runs(runs, *_data(), averaged=averaged, progress=False)
+    parts = [
+        _unit(_oracle(params, run.ridge(k), None, run.checkpoints, AVERAGED[averaged]))
+        for run in runs
+        for k, params in enumerate(run.checkpoints)
+    ]
+    np.testing.assert_allclose(got.values, np.mean(parts, axis=0), rtol=1e-8, atol=1e-10)
+    assert any("averaged over each run" in note for note in got.notes) == (averaged != "none")
+
+
+def test_losses_without_probabilities_average_outputs():
+    x, _, xq, _ = _data()
+    rng = np.random.default_rng(5)
+    y, yq = rng.normal(size=(N, C)), rng.normal(size=(Q, C))
+    run = _run(0, 3)
+    options = {"loss": dfl.SquaredError(), "averaged": "all", "progress": False}
+    got = run.attribute(x, y, xq, yq, **options).values
+    f, f_q = (
+        np.mean([np.asarray(cases.mlp(p, jnp.asarray(z))) for p in run.checkpoints], axis=0)
+        for z in (x, xq)
+    )
+    parts = []
+    for k, params in enumerate(run.checkpoints):
+        J, J_q = _jacobian(params, x), _jacobian(params, xq)
+        H = run.ridge(k) * np.eye(J.shape[2]) + np.einsum("nap,nar->pr", J, J) / N
+        push = np.einsum("nap,na->pn", J, f - y)
+        parts.append(_unit(np.einsum("qap,qa->qp", J_q, f_q - yq) @ np.linalg.solve(H, push)))
+    np.testing.assert_allclose(got, np.mean(parts, axis=0), rtol=1e-8, atol=1e-10)
+
+
+def test_averaged_scores_are_kept_apart_and_know_the_whole_run(tmp_path):
+    run = _run(0, 3)
+    options = {"folder": tmp_path, "progress": False}
+    want = run.attribute(*_data(), averaged="all", **options).values
+    np.testing.assert_array_equal(run.attribute(*_data(), averaged="all", **options).values, want)
+    other = [*run.checkpoints[:2], _params(99)]
+    changed = Trajectory(cases.mlp, other, steps=run.steps, learning_rate=0.1)
+    for which, averaged in ((run, "none"), (run, "train"), (changed, "all")):
+        with pytest.raises(ValueError, match="other data, checkpoints or options"):
+            which.attribute(*_data(), averaged=averaged, **options)
+
+
+def test_an_unknown_average_is_refused():
+    with pytest.raises(ValueError, match="averaged must be one of none, train, points, all"):
+        _run().attribute(*_data(), averaged="some", progress=False)
 
 
 def test_momentum_lengthens_the_step():

@@ -24,6 +24,7 @@ from ..kernels._linearized import Linearized
 from ..losses import AbstractFactor, AbstractLoss, SoftmaxFactor
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
+from ._terms import OWN, Outputs, Terms
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -75,9 +76,14 @@ def checkpoint_scores(
     method: str,
     leverage: bool,
     rank: int = PROJECTED_RANK,
+    average: Outputs | None = None,
+    terms: Terms = OWN,
 ) -> Float[Array, "q n"]:
-    """`S` at the parameters of `model`, by all outputs, margins, or projected gradients."""
-    local = local_terms(model, x, targets, xq, quantity, loss)
+    """`S` at the parameters of `model`, by all outputs, margins, or projected gradients.
+
+    `terms` says which of `g`, `v` and `R` are taken at `average` instead of the model's predictions.
+    """
+    local = local_terms(model, x, targets, xq, quantity, loss, average, terms)
     lam = jnp.asarray(ridge, local.g.dtype)
     if method == "projected":
         source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), rank)
@@ -99,14 +105,16 @@ def local_terms(
     xq: Array,
     quantity: Quantity,
     loss: AbstractLoss,
+    average: Outputs | None = None,
+    terms: Terms = OWN,
 ) -> Local:
     """Gradients and curvature of the mean loss, and of the measured quantity, at a checkpoint."""
-    f, f_q = model.base_outputs(x), model.base_outputs(xq)
+    own = Outputs(model.base_outputs(x), model.base_outputs(xq))
+    (f, f_q), at = own.where(terms, average)
     weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
     g = weights[:, None] * loss.grad(f, targets)
-    return Local(
-        quantity.grad(f_q, quantity.targets), g, _roots(loss.hess_factor(f, targets, weights), f)
-    )
+    roots = _roots(loss.hess_factor(at, targets, weights), at)
+    return Local(quantity.grad(f_q, quantity.targets), g, roots)
 
 
 def _roots(factor: AbstractFactor, f: Float[Array, "n c"]) -> Float[Array, "n c r"]:

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -25,6 +26,7 @@ from ._checkpoint import (
     choose_method,
 )
 from ._pieces import Pieces
+from ._terms import AVERAGED, OWN, Outputs, Terms, averaged_outputs
 
 KAPPA = 3.0
 r"""`κ` in `λ_t = 1/(κ η s_t)`.
@@ -34,6 +36,9 @@ gap, a ridge `λ` a share `h/(h + λ)`. They cross one half together at `κ = 1/
 a classifier falls as it learns, so that the mean over the past is about twice that of the
 checkpoint itself: together, about 3. Twice or half of it costs little.
 """
+
+DEFAULT_AVERAGED = "none"
+"""Which terms are taken at predictions averaged over the run unless asked for; see `AVERAGED`."""
 
 METHODS = ("auto", "outputs", "margin", "projected")
 
@@ -181,6 +186,7 @@ def attribute_runs(
     of: str | Callable[[Array, Array], Array] = "loss",
     method: str = "auto",
     leverage: bool = False,
+    averaged: str = DEFAULT_AVERAGED,
     rank: int = PROJECTED_RANK,
     folder: Any = None,
     progress: bool | ProgressFn = True,
@@ -199,6 +205,9 @@ def attribute_runs(
       instead of `n·c` by `n·c`); `"projected"` uses random projections of gradients to `rank`
       numbers; `"auto"` takes outputs where they fit in memory. The result says what is left out.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the price.
+    - `averaged`: terms of a checkpoint that are taken at predictions averaged over the checkpoints of
+      its run (probabilities for softmax, else outputs) instead of its own: `"none"`, `"train"`
+      (gradients of training points), `"points"` (those of queries too), `"all"` (curvature too).
     - `folder`: where scores of finished checkpoints are kept; a killed run goes on from there with
       the same result, bit for bit.
 
@@ -211,24 +220,40 @@ def attribute_runs(
         raise TypeError("attribute_runs: give one Trajectory or more in a list.")
     if method not in METHODS:
         raise ValueError(f"Trajectory: method must be one of {', '.join(METHODS)}, got {method!r}.")
+    if averaged not in AVERAGED:
+        raise ValueError(
+            f"Trajectory: averaged must be one of {', '.join(AVERAGED)}, got {averaged!r}."
+        )
     loss = SoftmaxCrossEntropy() if loss is None else loss
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
     if method == "auto":
         method = choose_method(data.x.shape[0], data.num_outputs, data.targets.dtype)
-    pieces = Pieces(folder, _fingerprint(data, loss, of, method, leverage, rank))
+    options = _Options(loss, method, leverage, rank, AVERAGED[averaged])
+    pieces = Pieces(folder, _fingerprint(data, options))
     total = np.zeros((data.xq.shape[0], data.x.shape[0]))
     count = sum(run.num_checkpoints for run in runs)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, run in enumerate(runs):
+            scored = _Scored(run, data, options)
             for k in range(run.num_checkpoints):
-                name = f"run-{r:03d}-checkpoint-{k:03d}"
                 total += pieces.get(
-                    name,
-                    lambda run=run, k=k: _normalised(run, k, data, loss, method, leverage, rank),
-                    lambda run=run, k=k: _digest_run(run, k),
+                    f"run-{r:03d}-checkpoint-{k:03d}",
+                    lambda scored=scored, k=k: scored.normalised(k),
+                    lambda scored=scored, k=k: scored.digest(k),
                 )
                 ticker.tick()
-    return _result(total / count, runs, data, method, leverage, time.perf_counter() - start)
+    return _result(total / count, runs, data, options, time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """How a request is scored."""
+
+    loss: AbstractLoss
+    method: str
+    leverage: bool
+    rank: int
+    terms: Terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,45 +282,65 @@ def _check_data(
     return _Data(features, targets, queries, quantity, c, yq)
 
 
-def _normalised(
-    run: Trajectory,
-    k: int,
-    data: _Data,
-    loss: AbstractLoss,
-    method: str,
-    leverage: bool,
-    rank: int,
-) -> np.ndarray:
-    """`S_t` with root mean square one for every query."""
-    scores = checkpoint_scores(
-        run.model(k),
-        data.x,
-        data.targets,
-        data.xq,
-        data.quantity,
-        loss=loss,
-        ridge=run.ridge(k),
-        method=method,
-        leverage=leverage,
-        rank=rank,
-    )
-    values = np.asarray(scores)
-    check_finite(
-        f"Trajectory, checkpoint {k}",
-        values,
-        hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
-    )
-    size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
-    # A query that no point moves at this checkpoint has nothing to add.
-    return (values / np.where(size > 0, size, 1)).astype(values.dtype)
+@dataclass(frozen=True, eq=False)
+class _Scored:
+    """One run with a request: what each of its checkpoints gives."""
+
+    run: Trajectory
+    data: _Data
+    options: _Options
+
+    @cached_property
+    def average(self) -> Outputs | None:
+        """Predictions averaged over the run, where a term asks for them."""
+        if self.options.terms == OWN:
+            return None
+        models = (self.run.model(k) for k in range(self.run.num_checkpoints))
+        return averaged_outputs(models, self.data.x, self.data.xq, self.options.loss)
+
+    @cached_property
+    def all_checkpoints(self) -> str:
+        """Their fingerprint, where each checkpoint's scores depend on all."""
+        if self.options.terms == OWN:
+            return ""
+        return _digest([self.run.checkpoint(k) for k in range(self.run.num_checkpoints)])
+
+    def digest(self, k: int) -> str:
+        return _digest_run(self.run, k) + self.all_checkpoints
+
+    def normalised(self, k: int) -> np.ndarray:
+        """`S_t` with root mean square one for every query."""
+        data, options = self.data, self.options
+        scores = checkpoint_scores(
+            self.run.model(k),
+            data.x,
+            data.targets,
+            data.xq,
+            data.quantity,
+            loss=options.loss,
+            ridge=self.run.ridge(k),
+            method=options.method,
+            leverage=options.leverage,
+            rank=options.rank,
+            average=self.average,
+            terms=options.terms,
+        )
+        values = np.asarray(scores)
+        check_finite(
+            f"Trajectory, checkpoint {k}",
+            values,
+            hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
+        )
+        size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
+        # A query that no point moves at this checkpoint has nothing to add.
+        return (values / np.where(size > 0, size, 1)).astype(values.dtype)
 
 
 def _result(
     values: np.ndarray,
     runs: list[Trajectory],
     data: _Data,
-    method: str,
-    leverage: bool,
+    options: _Options,
     seconds: float,
 ) -> Attribution:
     steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
@@ -303,8 +348,9 @@ def _result(
         "scores are brought to one size per query and checkpoint and averaged: they rank and compare "
         "training points of one query, and have no unit",
         f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
-        "closed-form leave-one-out" if leverage else "first-order effects",
-        *LOSSES_OF_METHODS[method],
+        "closed-form leave-one-out" if options.leverage else "first-order effects",
+        *_averaged_note(options.terms),
+        *LOSSES_OF_METHODS[options.method],
     )
     return Attribution(
         values=values,
@@ -312,12 +358,25 @@ def _result(
         direction=data.quantity.direction,
         unit=None,
         notes=notes,
-        stats={"seconds": seconds, "method": method, "leverage": leverage, "runs": len(runs)},
+        stats={
+            "seconds": seconds,
+            "method": options.method,
+            "leverage": options.leverage,
+            "averaged": next(name for name, terms in AVERAGED.items() if terms == options.terms),
+            "runs": len(runs),
+        },
         x=np.asarray(data.x),
         y=np.asarray(data.targets),
         xq=np.asarray(data.xq),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
+
+
+def _averaged_note(terms: Terms) -> tuple[str, ...]:
+    names = [name for name, averaged in zip(Terms._fields, terms, strict=True) if averaged]
+    if not names:
+        return ()
+    return (f"terms at predictions averaged over each run's checkpoints: {', '.join(names)}",)
 
 
 def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
@@ -366,15 +425,14 @@ def _digest_run(run: Trajectory, k: int) -> str:
     return _digest((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
 
 
-def _fingerprint(
-    data: _Data, loss: AbstractLoss, of: Any, method: str, leverage: bool, rank: int
-) -> str:
-    options = [
-        repr(loss),
+def _fingerprint(data: _Data, options: _Options) -> str:
+    said = [
+        repr(options.loss),
         data.quantity.name,
-        method,
-        leverage,
-        rank if method == "projected" else 0,
+        options.method,
+        options.leverage,
+        options.rank if options.method == "projected" else 0,
+        *options.terms,
     ]
     arrays = (data.x, data.targets, data.xq, data.quantity.targets)
-    return json.dumps([_digest(arrays), *map(str, options)])
+    return json.dumps([_digest(arrays), *map(str, said)])
