@@ -1,36 +1,53 @@
 """Linear datamodelling scores of real networks against retraining on random halves; writes JSON.
 
     python benchmarks/attribution_lds.py --smoke                           # minutes on a laptop
-    python benchmarks/attribution_lds.py --data-dir DATA --work WORK --out lds.json    # one H200
+    python benchmarks/attribution_lds.py --data-dir DATA --work WORK --out lds.json --limit 300    # one H200
 
 MNIST, first 5,000 training and 500 test rows, pixels (x/255 - 0.1307)/0.3081. `mlp`: 784-128-64-10,
 ReLU, dropout 0.1 after both hidden layers, SGD 0.01, momentum 0.9, batch 64, 50 epochs. `logistic`:
 784-10, SGD 0.01, batch 32, 20 epochs. Weights and biases uniform ±1/√fan_in. Truth: 100 random halves
-times 10 seeds, mean test loss. Seeds: subsets 0; truth 0 to 9; scored runs 1000 to 1004; halves of
-TRAK 2000.
+times 10 seeds shared by all halves, mean test loss. Seeds: subsets 0; truth 0 to 9; scored runs 1000
+to 1004; halves of TRAK 2000.
 
-Constants (κ, which checkpoints, leverage) are compared on subsets 0-49 and queries 0-249 only, and the
-table reports the other subsets and queries. Every piece is kept in --work; a killed run goes on.
+Settings (which checkpoints, κ, averaged terms, leverage) are compared with one run on subsets 0-49 and
+queries 0-249 only: all that time allows on `mlp`, the best of them for each κ and then the next best on
+`logistic`. The best mean of LDS over ceiling is chosen, and the table reports the other subsets and
+queries. Rivals come last. After --limit seconds it writes what it has, says what is missing, and ends.
 """
 
 import argparse
 import itertools
 import json
 import platform
+import signal
 import time
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from lds_candidates import (
+    REFERENCE,
+    TIERS,
+    Setting,
+    fill,
+    predicted,
+    solve_checkpoint,
+    summed,
+)
 
 import dualfluence as dfl
 from dualfluence.apps.bench import Trained, rival_scores
-from dualfluence.attribution import KAPPA, Trajectory, evaluate, gradient_dot
-from dualfluence.attribution._pieces import Pieces
+from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
+from dualfluence.attribution._checkpoint import local_terms
 from dualfluence.attribution._rivals import DAMPINGS, trak_terms
-from dualfluence.attribution._trajectory import _check_data, _normalised
+from dualfluence.attribution._terms import AVERAGED, averaged_outputs
+from dualfluence.attribution._trajectory import _check_data
+
+START = time.perf_counter()
+SHARES = {"mlp": 0.5, "logistic": 0.62}
+"""Shares of the limit at which the comparison of settings ends for each recipe."""
 
 RECIPES = {
     "mlp": {
@@ -78,17 +95,6 @@ RECIPES = {
 FULL = {"points": 5000, "queries": 500, "subsets": 100, "seeds": 10, "runs": 5, "trak": (1, 10, 50)}
 SMOKE = {"points": 120, "queries": 20, "subsets": 12, "seeds": 2, "runs": 2, "trak": (1, 2)}
 SUBSET_SEED, RUN_SEED, TRAK_SEED = 0, 1000, 2000
-
-EPOCHS = {
-    "first quarter, halves": lambda e, total: e <= total / 4,
-    "first quarter, whole": lambda e, total: e <= total / 4 and e % 1 == 0,
-    "first half, halves": lambda e, total: e <= total / 2,
-    "sketch": lambda e, total: e in (1, 2, 3, 5, 8, 14, 25, total),
-    "all": lambda e, total: True,
-}
-KAPPAS = {"1.5": (1.5,), "3": (3.0,), "10": (10.0,)}
-DEFAULT = ("first quarter, halves", "3", False)
-"""Checkpoints while the loss still falls fast; κ by the reasoning in the library."""
 
 
 def apply(params, x):
@@ -198,6 +204,10 @@ def pick(tree, i):
     return jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), tree)
 
 
+class OutOfTime(BaseException):
+    """Raised by the clock; no handler of ordinary errors may swallow it."""
+
+
 class Bench:
     """One recipe: truth, runs, scores, table."""
 
@@ -208,16 +218,45 @@ class Bench:
         scaled = lambda a: jnp.asarray((a.reshape(len(a), -1) - 0.1307) / 0.3081, jnp.float32)  # noqa: E731
         self.x, self.y = scaled(data.x_train[:n]), jnp.asarray(data.y_train[:n])
         self.xq, self.yq = scaled(data.x_test[:q]), jnp.asarray(data.y_test[:q])
-        self.seconds = {}
+        self.seconds, self.table, self.compared = {}, {}, {}
+        self.kept = [{} for _ in range(scale["runs"])]
+        self.result = {
+            "recipe": dict(self.recipe),
+            "scale": scale,
+            "candidates": self.compared,
+            "table": self.table,
+            "seconds": self.seconds,
+        }
+
+    @property
+    def data(self):
+        return self.x, self.y, self.xq, self.yq
 
     def timed(self, label, call):
         start = time.perf_counter()
-        result = call()
-        self.seconds[label] = round(time.perf_counter() - start, 2)
-        print(f"[{self.name}] {label}: {self.seconds[label]} s", flush=True)
-        return result
+        try:
+            return call()
+        finally:
+            self.seconds[label] = round(time.perf_counter() - start, 2)
+            since = time.perf_counter() - START
+            print(f"{since:6.1f} [{self.name}] {label}: {self.seconds[label]} s", flush=True)
 
-    def truth(self):
+    def prepare(self):
+        """Truth and runs."""
+        self.truth = self.timed("truth", self.make_truth)
+        ceiling = evaluate.noise_ceiling(self.truth.repeats)
+        self.ceiling = ceiling.value
+        self.result["ceiling"] = {
+            "value": ceiling.value,
+            "interval": list(ceiling.interval),
+            "notes": ceiling.notes,
+        }
+        self.masks = jnp.asarray(self.truth.masks, self.x.dtype)
+        self.targets = self.truth.targets
+        seeds = [RUN_SEED + r for r in range(self.scale["runs"])]
+        self.saved = self.timed("runs", partial(train_runs, self.recipe, self.x, self.y, seeds))
+
+    def make_truth(self):
         masks = evaluate.random_masks(self.x.shape[0], self.scale["subsets"], seed=SUBSET_SEED)
 
         def measure(params):
@@ -235,154 +274,243 @@ class Bench:
             folder=self.work / "truth",
         )
 
-    def trajectory(self, saved, run, epochs, kappa):
+    def trajectory(self, run, epochs, kappa):
         per_epoch = -(-self.x.shape[0] // self.recipe["batch"])
         return Trajectory(
             apply,
-            [pick(saved[e], run) for e in epochs],
+            [pick(self.saved[e], run) for e in epochs],
             steps=[int(e) * per_epoch + (per_epoch // 2 if e % 1 else 0) for e in epochs],
             learning_rate=self.recipe["rate"],
             momentum=self.recipe["momentum"],
             kappa=kappa,
         )
 
-    def piece(self, saved, run, epoch, kappa, leverage):
-        """Normalised scores at one checkpoint, from disk if they are there."""
-        data = (self.x, self.y, self.xq, self.yq)
-        loss = dfl.SoftmaxCrossEntropy()
+    def average(self, run, epochs):
+        """Predictions averaged over a set of epochs, as the library does."""
+        chosen = Setting(epochs).chosen(self.recipe)
+        models = (dfl.linearize(apply, pick(self.saved[e], run)) for e in chosen)
+        return averaged_outputs(models, self.x, self.xq, dfl.SoftmaxCrossEntropy())
 
-        def compute():
-            only = self.trajectory(saved, run, (epoch,), kappa)
-            checked = _check_data(only, *data, loss, "loss")
-            return _normalised(only, 0, checked, loss, "outputs", leverage, 0)
+    def solve(self, run, average, epoch, pieces):
+        """What the pieces of one checkpoint give, each `(subsets, queries)`."""
+        loss, model = dfl.SoftmaxCrossEntropy(), dfl.linearize(apply, pick(self.saved[epoch], run))
+        checked = _check_data(self.trajectory(run, (epoch,), KAPPA), *self.data, loss, "loss")
+        own = (model, checked.x, checked.targets, checked.xq, checked.quantity, loss)
 
-        name = f"run-{run}-epoch-{epoch:04.1f}-kappa-{kappa:g}{'-leverage' if leverage else ''}"
-        return Pieces(self.work / "scores", f"{self.name} {self.scale}").get(name, compute)
+        @cache
+        def terms(averages, averaged):
+            mean = None if averages is None else average(averages)
+            return local_terms(*own, mean, AVERAGED[averaged])
 
-    def total(self, saved, runs, epochs, kappas, leverage):
-        total = self.recipe["epochs"]
-        chosen = [e for e in self.recipe["saved"] if EPOCHS[epochs](e, total)]
-        parts = itertools.product(runs, chosen, KAPPAS[kappas])
-        return sum(
-            self.piece(saved, run, e, kappa, leverage).astype(np.float64) for run, e, kappa in parts
-        )
+        def ridge(kappa):
+            return self.trajectory(run, (epoch,), kappa).ridge(0)
+
+        return solve_checkpoint(model, self.x, self.xq, pieces, terms, ridge, self.masks)
+
+    def fill(self, run, settings, in_time=lambda: True, riders=None):
+        average = cache(partial(self.average, run))
+        solve = partial(self.solve, run, average)
+        return fill(self.kept[run], settings, self.recipe, solve, in_time, riders)
 
     def split(self):
         """Rows for choosing constants and rows for reporting: (subsets, queries) each."""
         s, q = self.scale["subsets"] // 2, self.scale["queries"] // 2
         return (slice(0, s), slice(0, q)), (slice(s, None), slice(q, None))
 
-    def lds(self, scores, truth, part=None):
+    def lds(self, sums, part=None):
+        """LDS of `masks @ S.T`: each subset is one point of its own sum."""
         subsets, queries = part or (slice(None), slice(None))
-        return evaluate.lds(
-            scores[queries], truth.masks[subsets], truth.targets[subsets][:, queries]
+        mine = np.asarray(sums, float)[subsets, queries]
+        return evaluate.lds(mine.T, np.eye(len(mine), dtype=bool), self.targets[subsets, queries])
+
+    def record(self, name, sums):
+        choose, report = self.split()
+        row = {}
+        for label, part in (("choose", choose), ("report", report), ("all", None)):
+            m = self.lds(sums, part)
+            row[label] = {"lds": m.value, "interval": list(m.interval)}
+        self.table[name] = row
+        low, high = row["report"]["interval"]
+        print(
+            f"{self.name:9s} {name:72s} choose {row['choose']['lds']:.3f}  report "
+            f"{row['report']['lds']:.3f} [{low:.3f}, {high:.3f}]  all {row['all']['lds']:.3f}",
+            flush=True,
         )
 
-    def record(self, scores, truth):
-        (choose, report), row = self.split(), {}
-        for label, part in (("choose", choose), ("report", report), ("all", None)):
-            m = self.lds(scores, truth, part)
-            row[label] = {"lds": m.value, "interval": list(m.interval)}
-        return row
+    def record_scores(self, name, scores):
+        self.record(name, predicted(jnp.asarray(scores, self.x.dtype), self.masks))
 
-    def explore(self, saved, truth, leverages):
-        """LDS of one run on the choosing part for each setting of the constants."""
+    def compare(self, settings, in_time, riders=None):
+        """LDS of run 0 on the choosing part for these and all that came along with them."""
+        done = self.fill(0, settings, in_time, riders)
         choose, _ = self.split()
-        found = {}
-        for epochs, kappas, leverage in itertools.product(EPOCHS, KAPPAS, leverages):
-            if leverage and kappas != "3":
-                continue  # twice the price of a solve: compared at one κ
-            key = f"epochs {epochs}, kappa {kappas}, leverage {leverage}"
-            scores = self.total(saved, [0], epochs, kappas, leverage)
-            found[key] = ((epochs, kappas, leverage), self.lds(scores, truth, choose).value)
-        return found
+        for setting in dict.fromkeys([*settings, *(riders or [])]):
+            sums = summed(self.kept[0], setting, self.recipe)
+            if sums is not None and str(setting) not in self.compared:
+                self.compared[str(setting)] = self.lds(sums, choose).value
+                print(f"[{self.name}] {setting}: {self.compared[str(setting)]:.4f}", flush=True)
+        return done
 
-    def rivals(self, saved, truth):
-        last = pick(saved[self.recipe["epochs"]], 0)
-        data = (self.x, self.y, self.xq, self.yq)
-        rows = {"gradient dot product, last checkpoint (1 run)": gradient_dot(apply, last, *data)}
-        e = self.recipe["saved"][-1]
-        rows["influence, last checkpoint (1 run)"] = self.piece(saved, 0, e, 3.0, False)
+    def ours(self, label, setting, runs):
+        """One run, each run alone, and all runs together."""
+        for run in range(runs):
+            self.timed(f"{label}, run {run}", partial(self.fill, run, [setting]))
+        parts = [summed(self.kept[run], setting, self.recipe) for run in range(runs)]
+        self.record(f"ours, {label} (1 run)", parts[0])
+        choose, report = self.split()
+        self.result.setdefault("single runs", {})[label] = {
+            name: [self.lds(p, part).value for p in parts]
+            for name, part in (("choose", choose), ("report", report), ("all", None))
+        }
+        if runs > 1:
+            self.record(f"ours, {label} ({runs} runs)", np.sum(parts, axis=0))
+
+    def rivals(self, save):
+        """Gradient dot product, influence at the last checkpoint, exact-kernel TRAK."""
+        last = pick(self.saved[self.recipe["epochs"]], 0)
+        dot = gradient_dot(apply, last, *self.data)
+        self.record_scores("gradient dot product, last checkpoint (1 run)", dot)
+        self.fill(0, [REFERENCE])
+        key = REFERENCE.pieces(self.recipe)[-1].key
+        self.record("influence, last checkpoint (1 run)", self.kept[0][key])
+        save()
         halves = evaluate.random_masks(self.x.shape[0], max(self.scale["trak"]), seed=TRAK_SEED)
         indices = jnp.asarray(np.stack([np.flatnonzero(row) for row in halves]))
         keys = jax.random.split(jax.random.key(TRAK_SEED), len(halves))
         stacked = jax.jit(jax.vmap(make_train(self.recipe, self.x, self.y)))(keys, indices)
         totals, missing = [0.0] * len(DAMPINGS), 0.0
         for i in range(max(self.scale["trak"])):
-            solved, short = trak_terms(apply, pick(stacked, i), *data)
+            solved, short = trak_terms(apply, pick(stacked, i), *self.data)
             totals, missing = [t + s for t, s in zip(totals, solved, strict=True)], missing + short
             if i + 1 in self.scale["trak"]:
-                found = [t * missing for t in totals]
-                best = max(found, key=lambda s: self.lds(s, truth).value)
-                rows[f"TRAK, exact kernel, best of {len(DAMPINGS)} dampings ({i + 1} halves)"] = (
-                    best
+                self.record_best(
+                    f"TRAK, exact kernel ({i + 1} halves)",
+                    {f"ρ = {d:g}": t * missing for d, t in zip(DAMPINGS, totals, strict=True)},
                 )
-        return rows | self.solvers(saved, truth)
+                save()
 
-    def solvers(self, saved, truth):
+    def record_best(self, name, tried):
+        """The setting with the best LDS of all, in the rival's favour."""
+        sums = {k: predicted(jnp.asarray(s, self.x.dtype), self.masks) for k, s in tried.items()}
+        best = max(sums, key=lambda k: self.lds(sums[k]).value)
+        label = f", best of {len(tried)} dampings, {best}" if best else ""
+        self.record(f"{name}{label}", sums[best])
+
+    def solvers(self, save):
         """Every method of the literature on one run, each at the damping with its best LDS."""
         epochs = self.recipe["saved"]
         trained = Trained(
             apply,
-            [pick(saved[e], 0) for e in epochs],
+            [pick(self.saved[e], 0) for e in epochs],
             [self.recipe["rate"]] * len(epochs),
             (),
-            self.trajectory(saved, 0, epochs[-1:], KAPPA).ridge(0),
-            (self.x, self.y, self.xq, self.yq),
+            self.trajectory(0, epochs[-1:], KAPPA).ridge(0),
+            self.data,
         )
-        found = {}
-        for name, setting, scores in rival_scores(trained):
-            value = self.lds(scores, truth).value
-            print(f"[{self.name}] {name} {setting}: LDS {value:.3f}", flush=True)
-            found.setdefault(name, []).append((value, setting, scores))
-        rows = {}
-        for name, tried in found.items():
-            _, setting, scores = max(tried, key=lambda entry: entry[0])
-            label = f", best of {len(tried)} dampings, {setting}" if setting else ""
-            rows[f"{name}{label} (1 run)"] = scores
-        return rows
+        for name, tried in itertools.groupby(rival_scores(trained), key=lambda found: found[0]):
+            self.record_best(f"{name} (1 run)", {setting: scores for _, setting, scores in tried})
+            save()
 
-    def ours(self, label, setting, saved, truth, table):
-        epochs, kappas, leverage = setting
-        for runs in (1, self.scale["runs"]):
-            name = f"ours, {label} ({runs} run{'s' if runs > 1 else ''})"
-            total = partial(self.total, saved, range(runs), epochs, kappas, leverage)
-            table[name] = self.record(self.timed(name, total), truth)
+    def check_library(self, setting):
+        """The sums of a setting are those of the library's own call; float32 rounding apart."""
+        run = self.trajectory(0, setting.chosen(self.recipe), setting.kappa)
+        got = attribute_runs(
+            [run],
+            *self.data,
+            averaged=setting.averaged,
+            leverage=setting.leverage,
+            method="outputs",
+            progress=False,
+        )
+        want = summed(self.kept[0], setting, self.recipe)
+        off = np.asarray(self.masks, float) @ (got.values.T * run.num_checkpoints) - want
+        worst = np.abs(off).max() / np.abs(want).max()
+        print(f"[{self.name}] {setting}: {worst:.1e} off the library", flush=True)
+        assert worst < 1e-2, (setting, worst)
 
-    def run(self, leverages, explore, save):
-        """The whole table; `save(result)` after each part, the longest last."""
-        truth = self.timed("truth", self.truth)
-        seeds = [RUN_SEED + r for r in range(self.scale["runs"])]
-        saved = self.timed("runs", partial(train_runs, self.recipe, self.x, self.y, seeds))
-        ceiling = evaluate.noise_ceiling(truth.repeats)
-        table = {}
-        result = {
-            "recipe": dict(self.recipe),
-            "scale": self.scale,
-            "ceiling": {
-                "value": ceiling.value,
-                "interval": list(ceiling.interval),
-                "notes": ceiling.notes,
-            },
-            "default": DEFAULT,
-            "table": table,
-            "seconds": self.seconds,
-        }
-        self.ours("default constants", DEFAULT, saved, truth, table)
-        save(result)
-        for name, scores in self.timed("rivals", partial(self.rivals, saved, truth)).items():
-            table[name] = self.record(scores, truth)
-        save(result)
-        if explore:
-            found = self.timed("choosing constants", partial(self.explore, saved, truth, leverages))
-            best = max(found, key=lambda k: found[k][1])
-            result["choosing"] = {k: v for k, (_, v) in found.items()}
-            result["chosen"] = best
-            save(result)
-            if found[best][0] != DEFAULT:
-                self.ours("constants chosen on the other half", found[best][0], saved, truth, table)
-        save(result)
-        return result
+
+def choose(benches, limit):
+    """Compare settings on both recipes; the best mean share of the ceiling, one run, choosing part."""
+    everything = [s for tier in TIERS for s in tier]
+
+    def until(bench):
+        return lambda: time.perf_counter() - START < limit * SHARES[bench.name]
+
+    first, *others = benches
+    for i, tier in enumerate(TIERS):
+        if not first.timed(f"tier {i}", partial(first.compare, tier, until(first), everything)):
+            break
+    order = sorted(everything, key=lambda s: -first.compared.get(str(s), -1))
+    order = [s for s in order if str(s) in first.compared]
+    leaders = [next(s for s in order if s.kappa == k) for k in sorted({s.kappa for s in order})]
+    for bench in others:
+        for setting in dict.fromkeys([*leaders, *order]):
+            label = f"compare {setting}"
+            if not bench.timed(label, partial(bench.compare, [setting], until(bench), order)):
+                break
+    shares = {}
+    for setting in order:
+        if all(str(setting) in bench.compared for bench in benches):
+            shares[setting] = float(
+                np.mean([bench.compared[str(setting)] / bench.ceiling for bench in benches])
+            )
+    # Without time for any comparison the reference stands.
+    return max(shares, key=lambda s: shares[s], default=REFERENCE), shares
+
+
+def measure(benches, record, limit, save, smoke):
+    """All parts in the order of their worth; `record["missing"]` shrinks as they are done."""
+    parts = {}
+    for bench in benches:
+        parts[f"{bench.name}: truth and runs"] = bench.prepare
+
+    def chosen():
+        setting, shares = choose(benches, limit)
+        record["chosen"] = setting._asdict()
+        record["shares of ceiling, choosing part"] = {str(s): v for s, v in shares.items()}
+        return setting
+
+    def ours(bench, label, setting, runs):
+        bench.ours(f"{label}: {setting}", setting, min(runs, bench.scale["runs"]))
+
+    pick_setting = cache(chosen)
+    parts["choice of constants"] = pick_setting
+    for bench in benches:
+        runs = 5 if bench.name == "mlp" else 1
+        parts[f"{bench.name}: ours, chosen"] = lambda b=bench, r=runs: ours(
+            b, "chosen on the other half", pick_setting(), r
+        )
+        parts[f"{bench.name}: ours, reference, one run"] = lambda b=bench: ours(
+            b, "reference", REFERENCE, 1
+        )
+    for bench in benches:
+        parts[f"{bench.name}: rivals"] = partial(bench.rivals, save)
+    parts["ours, reference, all runs"] = lambda: ours(benches[0], "reference", REFERENCE, 5)
+    for bench in benches[1:]:
+        parts[f"{bench.name}: ours, chosen, all runs"] = lambda b=bench: ours(
+            b, "chosen on the other half", pick_setting(), 5
+        )
+    for bench in benches:
+        parts[f"{bench.name}: solvers of the literature"] = partial(bench.solvers, save)
+    record["missing"] = list(parts)
+    for name, part in parts.items():
+        part()
+        record["missing"].remove(name)
+        save()
+    if smoke:
+        for bench in benches:
+            for setting in [s for tier in TIERS for s in tier if str(s) in bench.compared]:
+                bench.check_library(setting)
+
+
+def ring(limit):
+    """Raise `OutOfTime` at the limit, again every few seconds if a callback swallowed it."""
+
+    def out(signum, frame):
+        raise OutOfTime
+
+    signal.signal(signal.SIGALRM, out)
+    signal.setitimer(signal.ITIMER_REAL, max(limit - (time.perf_counter() - START), 0.01), 5)
 
 
 def main():
@@ -391,36 +519,38 @@ def main():
     parser.add_argument("--work", type=Path, default=Path("attribution-lds"))
     parser.add_argument("--out", type=Path, default=Path("attribution-lds.json"))
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
-    parser.add_argument("--no-explore", action="store_true", help="default constants only")
-    parser.add_argument("--leverage", action="store_true", help="compare closed-form leverage too")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     data = dfl.datasets.load("mnist-small" if args.smoke else "mnist", data_dir=args.data_dir)
     scale = SMOKE if args.smoke else FULL
     device = jax.devices()[0]
+    benches = [Bench(name, scale, data, args.work) for name in args.recipes]
     record = {
         "device": f"{device.platform}: {device.device_kind}",
         "host": platform.machine(),
         "jax": jax.__version__,
         "data": data.origin,
-        "recipes": {},
+        "limit": args.limit if np.isfinite(args.limit) else None,
+        "recipes": {bench.name: bench.result for bench in benches},
     }
-    leverages = (False, True) if args.leverage else (False,)
-    for name in args.recipes:
 
-        def save(result, name=name):
-            record["recipes"][name] = result
-            args.out.write_text(json.dumps(record, indent=1))
+    def save():
+        args.out.write_text(json.dumps(record, indent=1))
 
+    if np.isfinite(args.limit):
+        ring(args.limit)
+    try:
         with jax.default_matmul_precision("highest"):
-            result = Bench(name, scale, data, args.work).run(leverages, not args.no_explore, save)
-        for row, parts in result["table"].items():
-            low, high = parts["report"]["interval"]
-            print(
-                f"{name:9s} {row:62s} report {parts['report']['lds']:.3f} [{low:.3f}, {high:.3f}]  "
-                f"all {parts['all']['lds']:.3f}"
-            )
-        print(f"{name:9s} noise ceiling {result['ceiling']['value']:.3f}")
+            measure(benches, record, args.limit, save, args.smoke)
+    except OutOfTime:
+        print(f"out of time after {args.limit:g} s; missing: {'; '.join(record['missing'])}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        save()
+    for bench in benches:
+        if "ceiling" in bench.result:
+            print(f"{bench.name:9s} noise ceiling {bench.ceiling:.3f}")
 
 
 if __name__ == "__main__":
