@@ -21,6 +21,7 @@ from ..dual._fitted import Fitted
 from ..dual._io import load
 from ..dual._train import default_tolerance
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ..models._options import KernelOptions
 from ..problem._edits import Remove
 
 
@@ -98,6 +99,7 @@ class _DualEstimator(BaseEstimator):
     def _learn(
         self, X: np.ndarray, targets: np.ndarray, loss: AbstractLoss, sample_weight: Any
     ) -> None:
+        c = self._num_outputs(targets) if self.model is None else None
         fitted = fit(
             self._model(),
             X,
@@ -105,7 +107,7 @@ class _DualEstimator(BaseEstimator):
             loss=loss,
             ridge=self.ridge,
             weights=sample_weight,
-            num_outputs=self._num_outputs(targets) if self.model is None else None,
+            kernel=KernelOptions(num_outputs=c),
             on_failure="report",
             progress=False,
         )
