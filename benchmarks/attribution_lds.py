@@ -359,8 +359,9 @@ class Bench:
         self.record(f"ours, {label} (1 run)", parts[0])
         choose, report = self.split()
         self.result.setdefault("single runs", {})[label] = {
-            name: [self.lds(p, part).value for p in parts]
+            name: {"each": each, "mean": float(np.mean(each))}
             for name, part in (("choose", choose), ("report", report), ("all", None))
+            for each in [[self.lds(p, part).value for p in parts]]
         }
         if runs > 1:
             self.record(f"ours, {label} ({runs} runs)", np.sum(parts, axis=0))
@@ -438,15 +439,18 @@ def choose(benches, limit):
 
     first, *others = benches
     for i, tier in enumerate(TIERS):
-        if not first.timed(f"tier {i}", partial(first.compare, tier, until(first), everything)):
+        # The first tier is compared in any case: without it there is no choice.
+        in_time = until(first) if i else _always
+        if not first.timed(f"tier {i}", partial(first.compare, tier, in_time, everything)):
             break
-    order = sorted(everything, key=lambda s: -first.compared.get(str(s), -1))
-    order = [s for s in order if str(s) in first.compared]
+    order = [s for s in everything if str(s) in first.compared]
+    order.sort(key=lambda s: -first.compared[str(s)])
     leaders = [next(s for s in order if s.kappa == k) for k in sorted({s.kappa for s in order})]
     for bench in others:
         for setting in dict.fromkeys([*leaders, *order]):
+            in_time = _always if setting in leaders else until(bench)
             label = f"compare {setting}"
-            if not bench.timed(label, partial(bench.compare, [setting], until(bench), order)):
+            if not bench.timed(label, partial(bench.compare, [setting], in_time, order)):
                 break
     shares = {}
     for setting in order:
@@ -454,8 +458,11 @@ def choose(benches, limit):
             shares[setting] = float(
                 np.mean([bench.compared[str(setting)] / bench.ceiling for bench in benches])
             )
-    # Without time for any comparison the reference stands.
-    return max(shares, key=lambda s: shares[s], default=REFERENCE), shares
+    return max(shares, key=lambda s: shares[s]), shares
+
+
+def _always():
+    return True
 
 
 def measure(benches, record, limit, save, smoke):
@@ -475,6 +482,12 @@ def measure(benches, record, limit, save, smoke):
 
     pick_setting = cache(chosen)
     parts["choice of constants"] = pick_setting
+    if smoke:
+        parts["agreement with the library"] = lambda: [
+            benches[0].check_library(s)
+            for s in (*TIERS[0], *TIERS[2])
+            if str(s) in benches[0].compared
+        ]
     for bench in benches:
         runs = 5 if bench.name == "mlp" else 1
         parts[f"{bench.name}: ours, chosen"] = lambda b=bench, r=runs: ours(
@@ -497,10 +510,6 @@ def measure(benches, record, limit, save, smoke):
         part()
         record["missing"].remove(name)
         save()
-    if smoke:
-        for bench in benches:
-            for setting in [s for tier in TIERS for s in tier if str(s) in bench.compared]:
-                bench.check_library(setting)
 
 
 def ring(limit):

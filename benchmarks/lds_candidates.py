@@ -69,13 +69,12 @@ class Piece(NamedTuple):
 
 REFERENCE = Setting("sketch")
 LOW = KAPPA / 2
+PLAIN = ("none", "train", "points")
 TIERS = (
-    [
-        *(Setting("sketch", k, a) for k in (KAPPA, LOW) for a in AVERAGED),
-        *(Setting("sketch", KAPPA, a, True) for a in ("none", "train")),
-    ],
-    [Setting("first quarter", KAPPA, a) for a in AVERAGED],
-    [Setting("all", KAPPA, a) for a in ("none", "train", "points")],
+    [Setting("sketch", k, a) for k in (KAPPA, LOW) for a in AVERAGED],
+    [Setting(e, KAPPA, a) for e in ("first quarter", "all") for a in PLAIN],
+    [Setting("sketch", KAPPA, a, True) for a in ("none", "train")],
+    [Setting("first quarter", KAPPA, "all")],
     [Setting("all", KAPPA, "all"), *(Setting("first quarter", LOW, a) for a in AVERAGED)],
 )
 """Candidates, those that have said most for their price first."""
@@ -170,8 +169,14 @@ def _group(pieces, terms):
         g.setdefault(i[1], local.g)
         pairs[piece.key] = i
     places = {key: (list(v).index(a), list(g).index(b)) for key, (a, b) in pairs.items()}
-    stack = lambda named: jnp.stack(list(named.values()))  # noqa: E731
-    return Group(pieces, local.roots, stack(g), stack(v), places)
+    return Group(pieces, local.roots, _stack(g), _stack(v), places)
+
+
+def _stack(named):
+    """The arrays, the last one repeated up to a power of two: few shapes, few compilations."""
+    arrays = list(named.values())
+    size = 1 << (len(arrays) - 1).bit_length()
+    return jnp.stack(arrays + arrays[-1:] * (size - len(arrays)))
 
 
 def _empty(group):
