@@ -22,6 +22,7 @@ import dualfluence as dfl
 import problems
 from dualfluence.apps.serve._app import make_app
 from dualfluence.apps.serve._token import is_authorised, read_token
+from dualfluence.unlearning._engine import Engine
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -256,9 +257,9 @@ def test_a_hundred_kills_lose_nothing_that_was_acknowledged(tmp_path):
 
 
 def load(folder, clients, seconds):
-    """Clients that remove, preview and read at once; returns answers and the number of each kind."""
+    """Clients that remove and read at once; returns removals, reads by client, failures and counts."""
     server, answers, failures = Process(folder), [], []
-    counts = {"remove": 0, "predict": 0}
+    counts, reads = {"remove": 0, "predict": 0}, [[] for _ in range(clients)]
     p, end = serve_worker.problem(), time.monotonic() + seconds
     query = p.x_q.tolist()
 
@@ -271,11 +272,14 @@ def load(folder, clients, seconds):
                 point = next(mine, None)
                 if point is not None:
                     answer = c.post("/remove", json={"ids": [point]})
-                    (answers if answer.status_code == 200 else failures).append(answer.json())
+                    found = {**answer.json(), "point": point}
+                    (answers if answer.status_code == 200 else failures).append(found)
                     counts["remove"] += 1
                 read = c.post("/predict", json={"x": query})
                 counts["predict"] += 1
-                if read.status_code != 200 or not np.isfinite(read.json()["outputs"]).all():
+                if read.status_code == 200:
+                    reads[k].append(read.json()["outputs"])
+                else:
                     failures.append(read.text)
 
     threads = [threading.Thread(target=work, args=(k,)) for k in range(clients)]
@@ -284,12 +288,30 @@ def load(folder, clients, seconds):
     for thread in threads:
         thread.join()
     assert server.stop() in (0, -signal.SIGTERM)
-    return answers, failures, counts
+    return answers, reads, failures, counts
+
+
+def check_reads(folder, answers, reads):
+    """Every read is that of a state of the stream, and no client sees an earlier one after a later."""
+    p = serve_worker.problem()
+    fitted = dfl.load(folder / "model.npz", cases.model(p), progress=False)
+    engine, states = Engine(fitted), [np.asarray(fitted.predict(p.x_q))]
+    for answer in sorted(answers, key=lambda each: each["sequence"]):
+        engine.accept(engine.propose([dfl.Remove([answer["point"]])]))
+        states.append(np.asarray(engine.fitted.predict(p.x_q)))
+    apart = np.abs(np.diff(np.stack(states), axis=0)).max(axis=(1, 2))
+    for mine in reads:
+        off = np.abs(np.stack(states)[None] - np.asarray(mine)[:, None]).max(axis=(2, 3))
+        # The same numbers but for the rounding of a product; states differ by a thousand times that.
+        assert off.min(axis=1).max() <= 1e-12
+        assert (np.diff(off.argmin(axis=1)) >= 0).all()
+    assert apart.min() > 1e-9
 
 
 def check_load(folder, clients, seconds):
-    answers, failures, counts = load(folder, clients, seconds)
+    answers, reads, failures, counts = load(folder, clients, seconds)
     assert not failures
+    check_reads(folder, answers, reads)
     assert counts["remove"] > 0
     assert counts["predict"] > 0
     check_after_kills(folder, answers)
