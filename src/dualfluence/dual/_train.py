@@ -202,7 +202,7 @@ class _Run:
         unsolved = not report.converged and report.residual > UNSOLVED
         helped = helped or (unsolved and self.damping < MAX_DAMPING)
         # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
-        failed = unsolved or (report.step_size == 0 and not report.settled)
+        failed = unsolved or report.step_size == 0
         changed = self.damping * HARDER if failed else self.damping / EASIER
         self.damping = min(max(1.0, changed), MAX_DAMPING)
         self.stalled = 0 if helped else self.stalled + 1
