@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test thorough frameworks test-gpu slow lint clean
+.PHONY: demo test thorough frameworks test-gpu slow docs lint clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -35,6 +35,10 @@ test-gpu: $(VENV)/.installed-dev
 
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow
+
+# Pages in docs/_build/html; tutorials run once and again where they or the library change.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
