@@ -24,7 +24,13 @@ author = "the dualfluence authors"
 copyright = "the dualfluence authors, Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "markdown_docstrings", "namespaces"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "markdown_docstrings",
+    "namespaces",
+]
 exclude_patterns = ["_build", "results/README.md"]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
@@ -34,7 +40,6 @@ myst_heading_anchors = 3
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(HERE / "_build" / "executed" / digest_of_source())
 nb_execution_timeout = 300
-nb_execution_raise_on_error = True
 nb_merge_streams = True
 
 autodoc_member_order = "bysource"

@@ -1,0 +1,143 @@
+"""What is public is documented, and what is shown runs."""
+
+import ast
+import contextlib
+import doctest
+import importlib
+import inspect
+import io
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import dualfluence
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PACKAGE = Path(dualfluence.__file__).parent
+sys.path.insert(0, str(DOCS / "_ext"))
+
+from markdown_docstrings import to_rest  # noqa: E402
+from public import public_names, public_namespaces  # noqa: E402
+
+DIRECTIVE = re.compile(r"^```\{namespace\} (\S+)\n(.*?)```$", re.DOTALL | re.MULTILINE)
+FENCED = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
+NAMESPACES = public_namespaces()
+
+
+def documented():
+    """Module -> names in its directives on the reference pages; `None` stands for all the rest."""
+    found = {}
+    for page in (DOCS / "api").glob("*.md"):
+        for module, names in DIRECTIVE.findall(page.read_text()):
+            found.setdefault(module, []).extend(names.split() or [None])
+    return found
+
+
+def own_docstring(value):
+    """The docstring somebody wrote: not inherited, not made by `dataclass`."""
+    doc = value.__doc__ if not inspect.isclass(value) else vars(value).get("__doc__")
+    return doc if doc and not doc.startswith(f"{getattr(value, '__name__', '')}(") else None
+
+
+@pytest.mark.parametrize("module", NAMESPACES)
+def test_every_public_name_is_in_the_reference(module):
+    names = documented().get(module)
+    assert names is not None, f"docs/api has no page for {module}"
+    public = set(public_names(importlib.import_module(module)))
+    assert names[-1] is None or public <= set(names)
+    assert {name for name in names if name} <= public
+
+
+@pytest.mark.parametrize("module", NAMESPACES)
+def test_every_public_name_says_what_it_is(module):
+    public = public_names(importlib.import_module(module))
+    callables = {name: value for name, value in public.items() if callable(value)}
+    assert [name for name, value in callables.items() if not own_docstring(value)] == []
+
+
+def test_the_rooms_of_the_readme_are_namespaces_or_exist():
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)/`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert len(rows) >= 8
+    missing = [room for room in rows if not (PACKAGE / room).is_dir()]
+    assert [room for room in missing if not (ROOT / room).is_dir()] == []
+
+
+def run(blocks, name):
+    """Python blocks in order in one namespace, as a reader would."""
+    scope, out = {"__name__": name}, io.StringIO()
+    with contextlib.redirect_stdout(out):
+        for number, block in enumerate(blocks, 1):
+            exec(compile(block, f"{name}, block {number}", "exec"), scope)
+    return out.getvalue()
+
+
+def test_the_examples_of_the_readme_run():
+    blocks = FENCED.findall((ROOT / "README.md").read_text())
+    assert len(blocks) >= 3
+    printed = run(blocks, "README.md")
+    assert re.search(r"one step: .* from retraining, certified", printed)
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if FENCED.search(p.read_text())], ids=lambda p: p.name
+)
+def test_the_examples_of_the_pages_run(page):
+    run(FENCED.findall(page.read_text()), page.name)
+
+
+def docstrings(root=PACKAGE):
+    """Every docstring of the package with its place."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for file in sorted(root.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                yield f"{file.relative_to(root)}: {getattr(node, 'name', 'module')}", text
+
+
+def run_docstring(place, text):
+    """Number of examples; raises where one fails."""
+    examples = doctest.DocTestParser().get_doctest(text, {}, place, place, 0)
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(examples)
+    assert not result.failed, place
+    blocks = FENCED.findall(text)
+    run(blocks, place)
+    return result.attempted + len(blocks)
+
+
+def test_the_examples_of_docstrings_run():
+    for place, text in docstrings():
+        run_docstring(place, text)
+
+
+def test_a_broken_example_is_seen():
+    assert run_docstring("here", "Adds.\n\n>>> 1 + 1\n2\n\n```python\nassert True\n```\n") == 2
+    with pytest.raises(AssertionError), contextlib.redirect_stdout(io.StringIO()):
+        run_docstring("here", ">>> 1 + 1\n3\n")
+    with pytest.raises(ZeroDivisionError):
+        run_docstring("here", "```python\n1 / 0\n```\n")
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda p: p.name
+)
+def test_links_lead_to_files(page):
+    links = [link for link in LINK.findall(page.read_text()) if link != "report.html"]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize(
+    ("markdown", "rest"),
+    [
+        ("`x` and `y`s", "``x`` and ``y``\\ s"),
+        ("$a$, the `K`", ":math:`a`, the ``K``"),
+        ("so\n$$a\n  b$$\nthen", "so\n\n\n.. math::\n\n   a\n   b\n\n\nthen"),
+        ("`$HOME`", "``$HOME``"),
+    ],
+)
+def test_docstrings_become_restructured_text(markdown, rest):
+    assert to_rest(markdown) == rest
