@@ -76,6 +76,7 @@ def run(blocks, name):
     return out.getvalue()
 
 
+@pytest.mark.thorough
 def test_the_examples_of_the_readme_run():
     blocks = FENCED.findall((ROOT / "README.md").read_text())
     assert len(blocks) >= 3
@@ -137,6 +138,10 @@ def test_links_lead_to_files(page):
         ("$a$, the `K`", ":math:`a`, the ``K``"),
         ("so\n$$a\n  b$$\nthen", "so\n\n\n.. math::\n\n   a\n   b\n\n\nthen"),
         ("`$HOME`", "``$HOME``"),
+        (
+            "| a | b |\n|---|---|\n| `x` | y |",
+            "\n.. list-table::\n   :header-rows: 1\n\n   * - a\n     - b\n   * - ``x``\n     - y\n\n",
+        ),
     ],
 )
 def test_docstrings_become_restructured_text(markdown, rest):

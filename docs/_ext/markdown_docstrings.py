@@ -1,6 +1,6 @@
 """Docstrings are written in Markdown with dollar mathematics; autodoc reads reStructuredText.
 
-The subset in use is small: code between backticks, `$…$` and `$$…$$`, lists, bold words.
+The subset in use is small: code between backticks, `$…$` and `$$…$$`, lists, tables, bold words.
 """
 
 import re
@@ -8,15 +8,28 @@ from typing import Any
 
 DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
 INLINE = re.compile(r"(?<!\\)\$([^$\n]+(?:\n[^$\n]+)?)\$")
+TABLE = re.compile(r"(?:^[ ]*\|.*\|[ ]*$\n?){3,}", re.MULTILINE)
 CODE = re.compile(r"(`+)([^`]+)\1")
 
 
 def to_rest(text: str) -> str:
     """The same text in reStructuredText."""
-    parts = DISPLAY.split(text)
+    parts = DISPLAY.split(TABLE.sub(_table, text))
     for i, part in enumerate(parts):
         parts[i] = _display(part, _indent(parts[i - 1])) if i % 2 else _inline(part)
     return "".join(parts)
+
+
+def _table(found: re.Match[str]) -> str:
+    """A Markdown table as a list table; its second line only draws."""
+    rows = [line.strip().strip("|").split("|") for line in found[0].strip().splitlines()]
+    lines = [".. list-table::", "   :header-rows: 1", ""]
+    for row in [rows[0], *rows[2:]]:
+        lines += [f"   {'-' if i else '* -'} {cell.strip()}" for i, cell in enumerate(row)]
+    lines = [
+        line if line.startswith("   *") else line.replace("   - ", "     - ") for line in lines
+    ]
+    return "\n" + "\n".join(lines) + "\n\n"
 
 
 def _indent(before: str) -> str:
