@@ -50,6 +50,7 @@ python_maximum_signature_line_length = 72
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = f"dualfluence {__version__}"
 html_static_path = ["_static"]
