@@ -24,13 +24,7 @@ author = "the dualfluence authors"
 copyright = "the dualfluence authors, Apache-2.0"
 version = release = __version__
 
-extensions = [
-    "myst_nb",
-    "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
-    "markdown_docstrings",
-    "namespaces",
-]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "markdown_docstrings", "mathml", "namespaces"]
 exclude_patterns = ["_build", "results/README.md"]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 

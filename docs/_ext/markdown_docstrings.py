@@ -83,7 +83,22 @@ def skip(app: Any, what: str, name: str, obj: Any, skipped: bool, options: Any) 
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def shorten(
+    app: Any,
+    what: str,
+    name: str,
+    obj: Any,
+    options: Any,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str | None, str | None]:
+    """Event `autodoc-process-signature`: `Array`, wherever JAX keeps it."""
+    short = [text and text.replace("jaxlib._jax.Array", "Array") for text in (signature, returns)]
+    return short[0], short[1]
+
+
 def setup(app: Any) -> dict[str, bool]:
     app.connect("autodoc-process-docstring", convert)
+    app.connect("autodoc-process-signature", shorten)
     app.connect("autodoc-skip-member", skip)
     return {"parallel_read_safe": True}
