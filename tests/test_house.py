@@ -33,17 +33,16 @@ ORDER = [
     "__init__ __main__",
     "",
 ][1:-1]
-APPS = ["compare", "attribute paper web", "demo bench serve", "cli"]
+APPS = ["compare", "attribute paper", "demo bench serve", "cli"]
 ENTRANCE = {"__init__", "__main__", "_version"}
 MAX_ROOT = 3
 MAY_ASK_FOR_TYPES = {
     "solvers._cholesky",
     "dual._leave_one_out",
     "models._sources",
-    "unlearning._anchor",
 }
-"""Where `isinstance` may look at operators and sources: closed forms for certain structures, three times,
-and whatever a user hands to `fit`."""
+"""Where `isinstance` may look at operators and sources: closed forms for certain structures, twice, and
+whatever a user hands to `fit`."""
 
 
 def modules(root=PACKAGE):

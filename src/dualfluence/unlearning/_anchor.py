@@ -18,7 +18,7 @@ from .._support.compile import ARRAYS, filter_jit
 from .._support.memory import memory_budget
 from ..dual._fitted import Fitted
 from ..losses import AbstractFactor
-from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator
+from ..operators import AbstractKernelOperator
 from ..problem._objective import Problem, State
 from ..solvers import SpectralPreconditioner, spectral_preconditioner
 
@@ -81,7 +81,7 @@ class Anchor(eqx.Module):
     - `majorant`: bounds `ρᵀKρ`.
     """
 
-    op: DenseOperator | KroneckerOperator
+    op: AbstractKernelOperator
     problem: Problem
     N: Float[Array, "nc nc"]
     hess: Float[Array, "n c c"]
@@ -94,7 +94,7 @@ class Anchor(eqx.Module):
 def can_anchor(fitted: Fitted) -> bool:
     """Whether the explicit inverse exists for this structure of `K` and fits the memory."""
     op = fitted.kernel_op
-    if not isinstance(op, (DenseOperator, KroneckerOperator)):
+    if not op.has_entries:
         return False
     size = op.num_points * op.num_outputs
     return MATRICES * size**2 * jnp.dtype(op.dtype).itemsize <= memory_budget()
@@ -116,12 +116,10 @@ def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
     return Anchor(op, problem, N, hess, fitted.state.alpha, fitted.kernel_diagonal, error, majorant)
 
 
-def make_majorant(op: DenseOperator | KroneckerOperator) -> Majorant:
+def make_majorant(op: AbstractKernelOperator) -> Majorant:
     """A sketch of a dense `K` and the norm of the rest; a Kronecker `K` multiplies fast as it is."""
-    if isinstance(op, KroneckerOperator):
-        return _itself(op)
     size = op.num_points * op.num_outputs
-    if size <= 4 * BOUND_RANK:
+    if op.is_kronecker or size <= 4 * BOUND_RANK:
         return _itself(op)
     sketch = spectral_preconditioner(op, BOUND_RANK, jax.random.key(0), 2)
     L = sketch.features.astype(jnp.float32)
@@ -130,7 +128,7 @@ def make_majorant(op: DenseOperator | KroneckerOperator) -> Majorant:
     return Majorant(L, _rest_norm(op, stored) / POWER_SHARE, slack)
 
 
-def _itself(op: DenseOperator | KroneckerOperator) -> Majorant:
+def _itself(op: AbstractKernelOperator) -> Majorant:
     zero = jnp.zeros((), op.dtype)
     return Majorant(None, zero, zero)
 
