@@ -2,24 +2,39 @@
 
 import importlib
 import inspect
+import re
 from types import ModuleType
 from typing import Any
 
 ROOT = "dualfluence"
 
 
+RE_EXPORT = re.compile(r"\bimport (\w+) as \1$", re.MULTILINE)
+
+
 def public_names(module: ModuleType) -> dict[str, Any]:
-    """What a user may import from here: `__all__`, or what has no underscore and is ours."""
-    names = getattr(module, "__all__", None) or [n for n in vars(module) if not n.startswith("_")]
-    found = {name: getattr(module, name) for name in names}
-    return {n: v for n, v in found.items() if not isinstance(v, ModuleType) and _is_ours(v, module)}
+    """What a user may import from here: `__all__`, what a package re-exports, what a module defines.
+
+    A name whose framework is not installed is left out.
+    """
+    found = {}
+    for name in _names(module):
+        try:
+            value = getattr(module, name)
+        except ImportError:
+            continue
+        if not isinstance(value, ModuleType):
+            found[name] = value
+    return found
 
 
-def _is_ours(value: Any, module: ModuleType) -> bool:
-    home = getattr(value, "__module__", None)
-    if hasattr(module, "__path__"):  # a package only re-exports
-        return home is None or home.startswith(ROOT)
-    return home == module.__name__
+def _names(module: ModuleType) -> list[str]:
+    if hasattr(module, "__all__"):
+        return list(module.__all__)
+    if hasattr(module, "__path__"):
+        return [n for n in RE_EXPORT.findall(inspect.getsource(module)) if not n.startswith("_")]
+    own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
+    return [n for n, v in own.items() if getattr(v, "__module__", None) == module.__name__]
 
 
 def public_namespaces() -> list[str]:
