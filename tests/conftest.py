@@ -56,6 +56,8 @@ THOROUGH = (
     "adapters/test_adapters_jax.py",
     "apps/test_bench_attribution.py",
     "apps/test_paper_forms.py",
+    "apps/test_reproduce.py::test_a_damaged_piece",
+    "apps/test_reproduce.py::test_an_interrupted_run",
     "attribution/",
     "dual/test_growth.py",
     "dual/test_purge.py",
@@ -75,6 +77,8 @@ THOROUGH = (
     "store/test_damage.py",
     "store/test_store.py::test_fit_and_every_edit",
     "store/test_store.py::test_killed",
+    "test_gathered.py::test_block_gives_the_same_step",
+    "test_gathered.py::test_refined_solves_gather_too",
     "unlearning/",
 )
 """Tables of many small cases, and processes that start many others: together they take longer than
