@@ -100,9 +100,25 @@ def test_demo_compares_every_method_with_retraining(result):
     json.dumps(result)
 
 
+def test_demo_tells_which_points_and_which_labels(result):
+    story, wrong_first = result["story"], (False, True)
+    assert 0.2 < story["test_accuracy"] <= 1
+    assert [q["answer"] == q["label"] for q in story["queries"]] == list(wrong_first)
+    for query in story["queries"]:
+        assert [p["effect"] for p in query["helpful"]] == sorted(
+            (p["effect"] for p in query["helpful"]), reverse=True
+        )
+        assert query["helpful"][0]["effect"] > 0 > query["harmful"][0]["effect"]
+    labels = story["labels"]
+    assert labels["flipped"] == 3
+    # Three wrong ones of thirty: by chance the area is a half.
+    assert labels["auc"] > 0.6
+
+
 def test_demo_page_is_self_contained(result, tmp_path):
     write_page(result, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text()
+    assert page.count('class="strip"') == len(result["story"]["queries"])
     assert "data:image/png;base64," in page
     assert "http" not in page
     assert page.count("<tr") == 1 + len(result["outcomes"])

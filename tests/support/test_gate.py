@@ -9,6 +9,9 @@ import dualfluence as dfl
 from dualfluence._support.checks import as_array, as_dtype, as_jax, check_finite
 from dualfluence._support.options import check_count, check_key, check_path, check_positive
 
+# Under its old name in older versions of JAX.
+x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+
 N = 6
 RNG = np.random.default_rng(0)
 X, Y, Y2 = RNG.normal(size=(N, 2)), RNG.normal(size=(N, 1)), RNG.normal(size=(N, 2))
@@ -77,12 +80,12 @@ def test_targets_of_queries_are_not_spread_over_outputs(convex):
 @pytest.mark.parametrize("label", [2**32, 2**40 + 1, -(2**32)])
 def test_labels_do_not_wrap_in_32_bits(label):
     labels = np.array([0, 1, label])
-    with jax.enable_x64(False), pytest.raises(ValueError, match=r"\[0, 2\), got -?\d{10}"):
+    with x64(False), pytest.raises(ValueError, match=r"\[0, 2\), got -?\d{10}"):
         dfl.SoftmaxCrossEntropy().prepare_targets(labels, 2, jnp.float32)
 
 
 def test_features_do_not_wrap_or_overflow_in_32_bits():
-    with jax.enable_x64(False):
+    with x64(False):
         with pytest.raises(
             ValueError, match="x: expected integers of 32 bits, got 1 to 4294967296"
         ):

@@ -115,12 +115,12 @@ def _strip(result: dict[str, Any], q: int) -> str:
     caption = (
         f"truth {html.escape(label(data.yq, q))}<br>model: <b>{html.escape(answer)}{right}</b>"
     )
-    query = _card(data.xq[q], caption, "query", f"question {q}")
+    query = card(data.xq[q], caption, "query", f"question {q}")
     rows = ""
     for kind in ("helpful", "harmful"):
         ranked = getattr(top, kind)
         cards = "".join(
-            _card(
+            card(
                 data.x[i], f"{html.escape(label(data.y, int(i)))}<br><b>{v:+.2g}</b>", kind, f"#{i}"
             )
             for i, v in zip(ranked.indices[q], ranked.values[q], strict=True)
@@ -130,7 +130,7 @@ def _strip(result: dict[str, Any], q: int) -> str:
 
 
 def _cards(data: Data, order: np.ndarray, says: Any, kind: str, shown: int) -> str:
-    cards = "".join(_card(data.x[i], says(int(i)), kind, f"#{i}") for i in order[:shown])
+    cards = "".join(card(data.x[i], says(int(i)), kind, f"#{i}") for i in order[:shown])
     return f'<div class="row">{cards}</div>'
 
 
@@ -140,7 +140,8 @@ def _isolated(data: Data, alone: np.ndarray, says: Any, shown: int) -> str:
     return _cards(data, _order(alone), says, "query", shown)
 
 
-def _card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
+def card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
+    """A point as a picture, or its first numbers, above its name and caption."""
     picture = as_picture(features)
     if picture is None:
         text = np.array2string(np.asarray(features).ravel()[:6], precision=2, separator=" ")

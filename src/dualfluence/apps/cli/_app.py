@@ -33,10 +33,10 @@ BENCHMARKS = ("core", "kernels", "attribution")
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the report.")] = Path("dualfluence-report"),
     points: Annotated[int, typer.Option(min=20, max=2000, help="Training images.")] = 300,
-    ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-2,
+    ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-3,
     seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the network.")] = 0,
 ) -> None:
-    """Remove 1 to 90 % of a training set and compare every method with exact retraining."""
+    """Explain predictions, find wrong labels, remove points, and compare with exact retraining."""
     from ..._support.files import check_writable
     from .. import demo as demonstration
     from ..paper._results import write_json

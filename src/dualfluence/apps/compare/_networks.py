@@ -58,6 +58,17 @@ def fully_connected(widths: tuple[int, ...], seed: int) -> Linearized:
     return linearize(net.apply, params)
 
 
+def fully_connected_from_zero(widths: tuple[int, ...], seed: int) -> Linearized:
+    """The same less its outputs at the draw, which are noise to what is learned."""
+    net = fully_connected_network(widths[1:-1])
+    start = net.init(jax.random.key(seed), (widths[0],), outputs=widths[-1])
+
+    def apply_fn(params: Any, x: Array) -> Array:
+        return net.apply(params, x) - net.apply(start, x)
+
+    return linearize(apply_fn, start)
+
+
 def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any]:
     """A ReLU network in plain JAX and float32 parameters, as a stranger would write it.
 

@@ -1,4 +1,4 @@
-"""The demo's page: plots and a table in one self-contained HTML file."""
+"""The demo's page: a conclusion, a story in pictures, plots and a table in one self-contained HTML file."""
 
 import base64
 import html
@@ -6,20 +6,26 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from ... import datasets
 from ..._support.files import write_atomically
+from ..attribute._page import STYLE as CARDS
+from ..attribute._page import card
 from ..compare._look import STYLES
-from ..compare._names import RETRAINED
+from ..compare._names import ONE_STEP, RETRAINED
 from ._run import METHODS
 
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
-body{color:#111;background:#fff}
-h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2rem}
-table{border-collapse:collapse;font-size:.9rem;width:100%}
-th,td{padding:.3rem .6rem;text-align:right;border-bottom:1px solid #ddd}
+STYLE = (
+    CARDS
+    + """
+.wide{overflow-x:auto}table{width:100%}th,td{padding:.3rem .6rem}
 th:nth-child(2),td:nth-child(2){text-align:left}
-tr.first td{border-top:2px solid #888}img{width:100%}.note{color:#444;font-size:.9rem}
+tr.first td{border-top:2px solid #888}.plots img{width:100%}.lead{font-size:1.15rem}
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(26rem,100%),1fr));gap:.5rem}
+@media (max-width:30rem){.strip{grid-template-columns:1fr}.card{width:4.6rem}}
 """
+)
 
 
 def write_page(result: dict[str, Any], path: Path) -> None:
@@ -32,22 +38,26 @@ def _page(result: dict[str, Any]) -> str:
     config, machine, fit = result["config"], result["machine"], result["fit"]
     rows = "\n".join(_row(o) for o in result["outcomes"])
     size = config["points"] * config["outputs"]
-    picture = base64.b64encode(_plots(result)).decode()
+    plots = "".join(
+        f'<img alt="{html.escape(name)} against the share removed" src="data:image/png;base64,{picture}">'
+        for name, picture in _plots(result).items()
+    )
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width"><title>dualfluence demo</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>dualfluence demo</title>
 <style>{STYLE}</style></head><body>
-<h1>Removing training points without retraining</h1>
-<p>A linearised {html.escape(config["network"])} network ({config["parameters"]:,} parameters) was
+<h1>What training points did, and the model without them</h1>
+<p class="lead">{_conclusion(result)}</p>
+{_story(result["story"], config)}
+<h2>Points removed, method by method</h2>
+<p>The model is a linearised {html.escape(config["network"])} network ({config["parameters"]:,} parameters)
 fitted to {config["points"]} MNIST digits (softmax cross-entropy, λ = {config["ridge"]:g}) in
-{fit["steps"]} Newton steps and {fit["products"]} products with its kernel of size {size:,}. Then
-parts of the training set were removed, and each method estimated the parameters that retraining
-would give.</p>
-<img alt="Time, distance, certificate and forget accuracy against the share removed"
-src="data:image/png;base64,{picture}">
+{fit["steps"]} Newton steps and {fit["products"]} products with its kernel of size {size:,}. Parts of the
+training set were removed, and each method estimated the parameters that retraining would give.</p>
+<div class="plots">{plots}</div>
 <h2>Numbers</h2>
-<table><thead><tr><th>removed</th><th>method</th><th>time</th><th>error / change</th>
+<div class="wide"><table><thead><tr><th>removed</th><th>method</th><th>time</th><th>error / change</th>
 <th>certified</th><th>iterations</th><th>forget acc.</th><th>test acc.</th></tr></thead>
-<tbody>{rows}</tbody></table>
+<tbody>{rows}</tbody></table></div>
 <h2>How to read this</h2>
 <p class="note"><b>Time</b> is a repeated call until the new parameters are ready (median; compilation
 apart). <b>Error</b> is ‖θ − θ_retrained‖ over ‖θ_before − θ_retrained‖: 100 % is what doing nothing costs.
@@ -58,6 +68,66 @@ where half of them or more are gone a block in one of a few sizes, so that later
 small blocks are factorised, which takes no iterations.
 Measured on {html.escape(machine["device"])}, JAX {machine["jax"]}, {html.escape(config["dtype"])},
 {result["seconds"]:.0f} s in all.</p></body></html>"""
+
+
+def _conclusion(result: dict[str, Any]) -> str:
+    """The removal nearest to a tenth, in one sentence."""
+    nearest = min((o["percent"] for o in result["outcomes"]), key=lambda p: abs(p - 10))
+    both = {o["method"]: o for o in result["outcomes"] if o["percent"] == nearest}
+    one, again = both[ONE_STEP], both[RETRAINED]
+    return (
+        f"Deleting {one['removed']} of {result['config']['points']} training digits took "
+        f"<b>{_seconds(one['timing']['repeat'])}</b> where retraining took "
+        f"{_seconds(again['timing']['repeat'])}; the new parameters are within "
+        f"<b>{percent(one['error'])}</b> of what the deletion changes, and a certificate that needs no "
+        f"retraining says at most {percent(one['certificate'])}."
+    )
+
+
+def _story(story: dict[str, Any], config: dict[str, Any]) -> str:
+    data = datasets.load("mnist-small")
+    strips = "".join(_strip(query, data) for query in story["queries"])
+    labels = story["labels"]
+    wrong = sum(suspect["wrong"] for suspect in labels["suspects"])
+    suspects = "".join(
+        card(
+            data.x_train[s["index"]],
+            f"label {s['given']}, says {s['said']}<br><b>{'wrong' if s['wrong'] else 'right'}</b>",
+            "harmful" if s["wrong"] else "query",
+            f"#{s['index']}",
+        )
+        for s in labels["suspects"]
+    )
+    return f"""<h2>Which training digits made these predictions?</h2>
+<p>The model reads {100 * story["test_accuracy"]:.0f} % of 2,000 fresh digits rightly. For two of them:
+the training digits without which the error would rise most (<b>helpful</b>) and fall most
+(<b>harmful</b>), with the change of the loss.</p>{strips}
+<h2>Which labels are wrong?</h2>
+<p>{labels["flipped"]} of {config["points"]} labels were made wrong. Each label was judged by the model
+trained without it, all at once: of the {len(labels["suspects"])} most suspicious, shown here,
+<b>{wrong} are wrong</b> (area under the curve {labels["auc"]:.3f}; 0.5 is chance).</p>
+<div class="row">{suspects}</div>"""
+
+
+def _strip(query: dict[str, Any], data: Any) -> str:
+    right = "✓" if query["answer"] == query["label"] else "✗"
+    caption = f"truth {query['label']}<br>model: <b>{query['answer']} {right}</b>"
+    shown = card(np.asarray(data.x_test[query["test_index"]]), caption, "query", "question")
+    rows = "".join(
+        f'<div class="kind {kind}">{kind}</div><div class="row">'
+        + "".join(
+            card(
+                data.x_train[p["index"]],
+                f"{p['label']}<br><b>{p['effect']:+.2g}</b>",
+                kind,
+                f"#{p['index']}",
+            )
+            for p in query[kind]
+        )
+        + "</div>"
+        for kind in ("helpful", "harmful")
+    )
+    return f'<div class="strip"><div>{shown}</div><div>{rows}</div></div>'
 
 
 def _row(o: dict[str, Any]) -> str:
@@ -82,35 +152,39 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def _plots(result: dict[str, Any]) -> bytes:
+def _plots(result: dict[str, Any]) -> dict[str, str]:
+    """One picture a panel, so that a narrow page shows them below each other."""
     import matplotlib
 
     matplotlib.use("Agg")
+
+    panels = {
+        "time per request (s)": (lambda o: o["timing"]["repeat"], True),
+        "distance to retraining / change": (lambda o: o["error"], True),
+        "certified distance / change": (lambda o: o["certificate"], True),
+        "accuracy on removed points": (lambda o: o["forget_accuracy"], False),
+    }
+    return {label: _plot(result, label, *how) for label, how in panels.items()}
+
+
+def _plot(result: dict[str, Any], label: str, value: Any, log: bool) -> str:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
-    panels = (
-        (axes[0, 0], lambda o: o["timing"]["repeat"], "time per request (s)", True),
-        (axes[0, 1], lambda o: o["error"], "distance to retraining / change", True),
-        (axes[1, 0], lambda o: o["certificate"], "certified distance / change", True),
-        (axes[1, 1], lambda o: o["forget_accuracy"], "accuracy on removed points", False),
-    )
-    for axis, value, label, log in panels:
-        for method in METHODS:
-            points = [(o["percent"], value(o)) for o in result["outcomes"] if o["method"] == method]
-            points = [(x, y) for x, y in points if y is not None and (y > 0 or not log)]
-            # The distance of retraining to itself says nothing.
-            if points and not (method == RETRAINED and "distance" in label):
-                xs, ys = zip(*points, strict=True)
-                axis.plot(xs, ys, label=method, alpha=0.9, **STYLES[method])
-        axis.set_xlabel("removed (% of training points)")
-        axis.set_ylabel(label)
-        axis.grid(alpha=0.3)
-        if log:
-            axis.set_yscale("log")
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
+    figure, axis = plt.subplots(figsize=(5.5, 4.4), layout="constrained")
+    for method in METHODS:
+        points = [(o["percent"], value(o)) for o in result["outcomes"] if o["method"] == method]
+        points = [(x, y) for x, y in points if y is not None and (y > 0 or not log)]
+        # The distance of retraining to itself says nothing.
+        if points and not (method == RETRAINED and "distance" in label):
+            xs, ys = zip(*points, strict=True)
+            axis.plot(xs, ys, label=method, alpha=0.9, **STYLES[method])
+    axis.set_xlabel("removed (% of training points)")
+    axis.set_ylabel(label)
+    axis.grid(alpha=0.3)
+    if log:
+        axis.set_yscale("log")
+    figure.legend(loc="outside upper center", ncols=2, frameon=False, fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     plt.close(figure)
-    return buffer.getvalue()
+    return base64.b64encode(buffer.getvalue()).decode()

@@ -1,0 +1,83 @@
+"""What the demo tells before it compares: points behind two predictions, wrong labels found."""
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...attribution.evaluate import mislabel_auc
+from ...dual._fit import fit
+from ...dual._fitted import Fitted
+from ..compare._removals import Removals
+
+STRONGEST = 8
+"""Helpful and harmful points shown for a query."""
+
+FLIPPED = 0.1
+"""Share of the labels that are made wrong on purpose."""
+
+SUSPECTS = 12
+"""Most suspicious labels shown."""
+
+
+def tell(case: Removals, seed: int) -> dict[str, Any]:
+    """Numbers of the story; pictures are those of the data set."""
+    outputs = np.asarray(case.fitted.predict(case.x_test))
+    right = outputs.argmax(axis=1) == np.asarray(case.y_test)
+    # One that the model gets wrong and one that it gets right, the first of each.
+    chosen = [int(np.flatnonzero(mask)[0]) for mask in (~right, right) if mask.any()]
+    return {
+        "test_accuracy": float(right.mean()),
+        "queries": _explain(case.fitted, case, chosen, outputs),
+        "labels": _audit(case, seed),
+    }
+
+
+def _explain(
+    fitted: Fitted, case: Removals, chosen: list[int], outputs: np.ndarray
+) -> list[dict[str, Any]]:
+    labels = np.asarray(case.y_test)[chosen]
+    found = fitted.attribute(case.x_test[np.asarray(chosen)], labels, progress=False)
+    top = found.top(min(STRONGEST, len(case.y)))
+    return [
+        {
+            "test_index": index,
+            "label": int(labels[q]),
+            "answer": int(outputs[index].argmax()),
+            **{
+                kind: [
+                    {"index": int(i), "label": int(case.y[int(i)]), "effect": float(v)}
+                    for i, v in zip(side.indices[q], side.values[q], strict=True)
+                ]
+                for kind, side in (("helpful", top.helpful), ("harmful", top.harmful))
+            },
+        }
+        for q, index in enumerate(chosen)
+    ]
+
+
+def _audit(case: Removals, seed: int) -> dict[str, Any]:
+    """Labels made wrong at random, and how suspicious each looks to the model trained without it."""
+    rng, n = np.random.default_rng(seed), len(case.y)
+    wrong, classes = np.zeros(n, bool), case.fitted.num_outputs
+    wrong[rng.choice(n, max(1, round(FLIPPED * n)), replace=False)] = True
+    y = np.where(wrong, (case.y + rng.integers(1, classes, n)) % classes, case.y)
+    K = case.fitted.kernel_op
+    fitted = fit(case.model, case.x, y, loss=case.loss, ridge=case.ridge, kernel=K, progress=False)
+    found = fitted.attribute(case.x_test[:1], case.y_test[:1], progress=False)
+    outputs = jnp.asarray(found.outputs_without)
+    suspicion = np.asarray(fitted.loss.value(outputs, fitted.data.targets))
+    order = np.argsort(-suspicion, kind="stable")[:SUSPECTS]
+    return {
+        "flipped": int(wrong.sum()),
+        "auc": mislabel_auc(suspicion, wrong),
+        "suspects": [
+            {
+                "index": int(i),
+                "given": int(y[i]),
+                "said": int(outputs[int(i)].argmax()),
+                "wrong": bool(wrong[i]),
+            }
+            for i in order
+        ],
+    }
