@@ -62,9 +62,13 @@ class Compiled(Generic[P, T]):
     @cached_property
     def outermost(self) -> Any:
         """The compiled function that calls from outside go to."""
-        if jax.default_backend() != "gpu":
+        if not self._on_gpu:
             return self._inner
         return self._transform(self._fn, compiler_options=gpu_options())
+
+    @cached_property
+    def _on_gpu(self) -> bool:
+        return jax.default_backend() == "gpu"
 
     @cached_property
     def untuned(self) -> Any:
@@ -79,7 +83,7 @@ class Compiled(Generic[P, T]):
     def _pick(self, leaves: list[Any], inside: bool) -> Callable[P, T]:
         if inside:
             return self._inner
-        if jax.default_backend() == "gpu" and holds_much(leaves):
+        if self._on_gpu and holds_much(leaves):
             return self.untuned
         return self.outermost
 
