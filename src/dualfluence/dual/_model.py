@@ -5,7 +5,6 @@ which puts it together, comes last.
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import TypeVar
 
 from jaxtyping import Array, Float
@@ -46,7 +45,7 @@ class TrainedModel(DualModel):
     fidelity: Fidelity | None = None
     epsilon: float | None = None
 
-    @cached_property
+    @property
     def layout(self) -> Layout:
         """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
         return self.kernel_op.layout.holding(self.data.num_points)
