@@ -36,6 +36,7 @@ from lds_candidates import (
     solve_checkpoint,
     summed,
 )
+from lds_recipes import RECIPES, apply, make_train, pick, train_runs
 
 import dualfluence as dfl
 from dualfluence.apps.bench import Trained, rival_scores
@@ -49,159 +50,9 @@ START = time.perf_counter()
 SHARES = {"mlp": 0.5, "logistic": 0.62}
 """Shares of the limit at which the comparison of settings ends for each recipe."""
 
-RECIPES = {
-    "mlp": {
-        "widths": (784, 128, 64, 10),
-        "dropout": 0.1,
-        "rate": 0.01,
-        "momentum": 0.9,
-        "batch": 64,
-        "epochs": 50,
-        "saved": (
-            0.5,
-            1,
-            1.5,
-            2,
-            2.5,
-            3,
-            3.5,
-            4,
-            4.5,
-            5,
-            5.5,
-            6,
-            7,
-            8,
-            9.5,
-            11,
-            12.5,
-            14,
-            19,
-            25,
-            35,
-            50,
-        ),
-    },
-    "logistic": {
-        "widths": (784, 10),
-        "dropout": 0.0,
-        "rate": 0.01,
-        "momentum": 0.0,
-        "batch": 32,
-        "epochs": 20,
-        "saved": (0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8, 9.5, 11, 12.5, 14, 20),
-    },
-}
 FULL = {"points": 5000, "queries": 500, "subsets": 100, "seeds": 10, "runs": 5, "trak": (1, 10, 50)}
 SMOKE = {"points": 120, "queries": 20, "subsets": 12, "seeds": 2, "runs": 2, "trak": (1, 2)}
 SUBSET_SEED, RUN_SEED, TRAK_SEED = 0, 1000, 2000
-
-
-def apply(params, x):
-    """The network in inference mode."""
-    for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return x @ params[-1]["w"] + params[-1]["b"]
-
-
-def init(key, widths):
-    """Uniform ±1/√fan_in."""
-    layers = []
-    for k, (a, b) in zip(
-        jax.random.split(key, len(widths) - 1), itertools.pairwise(widths), strict=True
-    ):
-        low, high = jax.random.split(k)
-        bound = a**-0.5
-        layers.append(
-            {
-                "w": jax.random.uniform(low, (a, b), minval=-bound, maxval=bound),
-                "b": jax.random.uniform(high, (b,), minval=-bound, maxval=bound),
-            }
-        )
-    return layers
-
-
-def dropped(params, x, key, share):
-    for layer, k in zip(params[:-1], jax.random.split(key, len(params)), strict=False):
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-        if share:
-            x = jnp.where(jax.random.bernoulli(k, 1 - share, x.shape), x / (1 - share), 0)
-    return x @ params[-1]["w"] + params[-1]["b"]
-
-
-def make_epoch(recipe, x, y):
-    """`(params, velocity), key, indices` to the same after one pass in random order, and halfway."""
-    size, share = recipe["batch"], recipe["dropout"]
-
-    def loss(params, rows, weights, key):
-        f = dropped(params, x[rows], key, share)
-        each = jax.nn.logsumexp(f, axis=1) - jnp.take_along_axis(f, y[rows][:, None], 1)[:, 0]
-        return jnp.sum(weights * each) / jnp.sum(weights)
-
-    def epoch(state, key, indices):
-        order_key, drop_key = jax.random.split(key)
-        m = indices.shape[0]
-        batches = -(-m // size)
-        order = jnp.pad(jax.random.permutation(order_key, indices), (0, batches * size - m))
-        # The last batch may be short: its other rows have weight zero.
-        weights = (jnp.arange(batches * size) < m).astype(x.dtype)
-        packed = (
-            order.reshape(batches, size),
-            weights.reshape(batches, size),
-            jax.random.split(drop_key, batches),
-        )
-
-        def step(carry, batch):
-            params, velocity = carry
-            grads = jax.grad(loss)(params, *batch)
-            velocity = jax.tree.map(lambda v, g: recipe["momentum"] * v + g, velocity, grads)
-            return (
-                jax.tree.map(lambda p, v: p - recipe["rate"] * v, params, velocity),
-                velocity,
-            ), None
-
-        half = batches // 2
-        middle, _ = jax.lax.scan(step, state, jax.tree.map(lambda a: a[:half], packed))
-        return jax.lax.scan(step, middle, jax.tree.map(lambda a: a[half:], packed))[0], middle
-
-    return epoch
-
-
-def make_train(recipe, x, y):
-    """`train(key, indices) -> params`, pure."""
-    epoch = make_epoch(recipe, x, y)
-
-    def train(key, indices):
-        start, rest = jax.random.split(key)
-        params = init(start, recipe["widths"])
-        state = (params, jax.tree.map(jnp.zeros_like, params))
-        keys = jax.random.split(rest, recipe["epochs"])
-        return jax.lax.scan(lambda s, k: (epoch(s, k, indices)[0], None), state, keys)[0][0]
-
-    return train
-
-
-def train_runs(recipe, x, y, seeds):
-    """Parameters of runs on all points at every saved epoch: `{epoch: stacked params}`."""
-    epoch = make_epoch(recipe, x, y)
-    indices = jnp.arange(x.shape[0])
-    keys = jnp.stack([jax.random.key(s) for s in seeds])
-    starts, rests = jax.vmap(lambda k: tuple(jax.random.split(k)))(keys)
-    params = jax.vmap(lambda k: init(k, recipe["widths"]))(starts)
-    state = (params, jax.tree.map(jnp.zeros_like, params))
-    order = jax.vmap(lambda k: jax.random.split(k, recipe["epochs"]))(rests)
-    advance = jax.jit(jax.vmap(lambda s, k: epoch(s, k, indices)))
-    saved = {}
-    for e in range(recipe["epochs"]):
-        state, middle = advance(state, order[:, e])
-        for when, (params, _) in ((e + 0.5, middle), (e + 1, state)):
-            if when in recipe["saved"]:
-                saved[when] = jax.tree.map(np.asarray, params)
-    return saved
-
-
-def pick(tree, i):
-    return jax.tree.map(lambda leaf: jnp.asarray(leaf[i]), tree)
 
 
 class OutOfTime(BaseException):

@@ -123,7 +123,9 @@ def test_the_examples_of_docstrings_run():
 
 
 def test_a_broken_example_is_seen():
-    assert run_docstring("here", "Adds.\n\n>>> 1 + 1\n2\n\n```python\nassert True\n```\n") == 2
+    assert (
+        run_docstring("here", "Adds.\n\n>>> 1 + 1\n2\n\n```python\nassert 1 + 1 == 2\n```\n") == 2
+    )
     with pytest.raises(AssertionError), contextlib.redirect_stdout(io.StringIO()):
         run_docstring("here", ">>> 1 + 1\n3\n")
     with pytest.raises(ZeroDivisionError):

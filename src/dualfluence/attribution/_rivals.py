@@ -44,64 +44,58 @@ class _Data(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class GradDot:
+class _Products:
+    """Gradients of one checkpoint against each other."""
+
+    apply_fn: Callable[..., Any]
+    params: PyTree
+    trainable: Any = None
+
+    def attribute(
+        self,
+        x: Any,
+        y: Any,
+        xq: Any,
+        yq: Any = None,
+        *,
+        loss: AbstractLoss | None = None,
+        of: Measure = "loss",
+    ) -> Attribution:
+        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
+        start = time.perf_counter()
+        model = linearize(self.apply_fn, self.params, trainable=self.trainable)
+        data = _check(model, x, y, xq, yq, loss, of)
+        values, note = self._values(model, data)
+        return _result(values, data, yq, (note,), start)
+
+    def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class GradDot(_Products):
     r"""$w_i\,\nabla m_q\cdot\nabla\ell_i$ at one checkpoint: influence with the identity for `H`.
 
     **Fields:** `apply_fn`, in inference mode; `params`; `trainable`, as in `linearize`.
     """
 
-    apply_fn: Callable[..., Any]
-    params: PyTree
-    trainable: Any = None
-
-    def attribute(
-        self,
-        x: Any,
-        y: Any,
-        xq: Any,
-        yq: Any = None,
-        *,
-        loss: AbstractLoss | None = None,
-        of: Measure = "loss",
-    ) -> Attribution:
-        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
-        start = time.perf_counter()
-        model = linearize(self.apply_fn, self.params, trainable=self.trainable)
-        data = _check(model, x, y, xq, yq, loss, of)
-        values = _dot(model, data)[0]
-        return _result(values, data, yq, ("gradient dot product",), start)
+    def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
+        return _dot(model, data)[0], "gradient dot product"
 
 
 @dataclass(frozen=True, eq=False)
-class GradCos:
+class GradCos(_Products):
     """The cosine between the two gradients: `GradDot` without their lengths.
 
     A gradient that is zero has the cosine zero with all others. Fields as for `GradDot`.
     """
 
-    apply_fn: Callable[..., Any]
-    params: PyTree
-    trainable: Any = None
-
-    def attribute(
-        self,
-        x: Any,
-        y: Any,
-        xq: Any,
-        yq: Any = None,
-        *,
-        loss: AbstractLoss | None = None,
-        of: Measure = "loss",
-    ) -> Attribution:
-        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
-        start = time.perf_counter()
-        model = linearize(self.apply_fn, self.params, trainable=self.trainable)
-        data = _check(model, x, y, xq, yq, loss, of)
+    def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
         values, local = _dot(model, data)
         for axis, points, u in ((0, data.x, local.g), (1, data.xq, local.v)):
             size = np.expand_dims(np.asarray(gradient_norms(model, points, u)), axis)
             values = np.where(size > 0, values / np.where(size > 0, size, 1), 0)
-        return _result(values, data, yq, ("gradient cosine",), start)
+        return values, "gradient cosine"
 
 
 @dataclass(frozen=True, eq=False)
