@@ -60,6 +60,22 @@ def test_points_that_pull_against_each_other_are_settled_before_a_run_ends():
     assert np.linalg.norm(np.asarray(update.params()) - true) <= until
 
 
+@pytest.mark.parametrize("seed", [38, 56, 59])
+def test_points_that_pulled_against_each_other_are_let_go_of_in_few_steps(seed):
+    """Nearly equal points: the step that removes them rounds by more than the objective may rise."""
+    rng = np.random.default_rng(seed)
+    phi = rng.normal(size=8)
+    x = np.broadcast_to(phi, (5, 1, 8)) * (1 + 1e-16 * rng.normal(size=(5, 1, 8)))
+    y, solver = np.array([[41.0], [-39.0], [1], [1], [1]]), dfl.Cholesky()
+    options = {"loss": dfl.SquaredError(), "ridge": 1e-5, "solver": solver, "progress": False}
+    model = _model(8, "float64")
+    until = 2 * dfl.fit(model, x[2:], y[2:], **options).certificate.distance_bound
+    fitted = dfl.fit(model, x, y, **options)
+    update = fitted.edit(dfl.Remove([0, 1]), until=until, solver=solver, progress=False)
+    assert update.stats.steps <= 5
+    assert np.linalg.norm(np.asarray(update.params()) - phi / (phi @ phi + 1e-5)) <= until
+
+
 def test_a_number_of_steps_is_refused_for_its_last_solve_alone():
     """In float32 at λ = 1e-8 the second of three steps is solved badly, and the third well."""
     phi = np.array([[2, -1, 4], [3, 4, -2], [4, 0, 3]], "float32")

@@ -11,13 +11,13 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from .._support.checks import NotFinite, check_concrete
 from .._support.compile import filter_jit
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach
-from ..problem._objective import Problem, State
+from ..problem._objective import AnyArray, Problem, State
 from ..solvers import AbstractDualSolver, AbstractPreconditioner, LinearSystem, Solution
 
 ARMIJO = 1e-4
@@ -52,6 +52,7 @@ class StepReport(NamedTuple):
     - `iterations`, `products`, `residual`, `converged`: of the linear solve.
     - `step_size`: `t` of the line search.
     - `settled`: whether the decrease that the step predicted was below the objective's rounding.
+    - `lighter`: whether it was taken for the rounding that it takes away; see `_is_lighter`.
     - `value_noise`: the objective's rounding after the step, which may be far below that before it.
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
@@ -65,6 +66,7 @@ class StepReport(NamedTuple):
     converged: bool
     step_size: float
     settled: bool
+    lighter: bool
     value_noise: float
     min_curvature: float
     gradient_norm: float
@@ -83,6 +85,7 @@ class StepReport(NamedTuple):
             products=int(values.products),
             converged=bool(values.converged),
             settled=bool(values.settled),
+            lighter=bool(values.lighter),
         )
 
     def certificate(self, ridge: float) -> Certificate:
@@ -134,10 +137,12 @@ def _newton_step(
     preconditioner: AbstractPreconditioner,
     rtol: Float[Array, ""],
     damping: Float[Array, ""] | None,
+    first: Bool[AnyArray, ""] | None = None,
 ) -> tuple[Point, Float[Array, " k"]]:
     """One step of (★) from `point`; with `damping`, one that lowers the objective.
 
-    `damping` is in units of what rounding alone asks for, and 1 unless an earlier step failed.
+    `damping` is in units of what rounding alone asks for, and 1 unless an earlier step failed. The `first`
+    step of a run may be taken for the rounding that it takes away.
     """
     COUNTERS["traces"] += 1
     factor, ridge = problem.factor(point.state), problem.ridge
@@ -150,9 +155,10 @@ def _newton_step(
         LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
     t, noise = jnp.ones((), point.rho.dtype), VALUE_SLACK * problem.value_noise(point.state)
+    root, lighter = jnp.sqrt(jnp.maximum(diagonal, 0)), jnp.asarray(False)
     if damping is not None:
-        t = _line_search(problem, point, solution, noise)
-    root = jnp.sqrt(jnp.maximum(diagonal, 0))
+        lighter = jnp.asarray(first) & _is_lighter(point, solution, root)
+        t = _line_search(problem, point, solution, noise, lighter)
     new = inspect(op, problem, _moved(point.state, solution, t, root), diagonal)
     packed = (
         solution.iterations,
@@ -161,6 +167,7 @@ def _newton_step(
         solution.converged,
         t,
         jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise,
+        lighter,
         VALUE_SLACK * problem.value_noise(new.state),
         factor.min_curvature,
         new.norms.gradient,
@@ -195,6 +202,18 @@ def _moved(state: State, step: Solution, t: Array, root: Float[Array, "n c"]) ->
     return state.moved(t * step.value, t * step.k_value, t * reach(root, step.reach))
 
 
+def _is_lighter(point: Point, step: Solution, root: Float[Array, "n c"]) -> Bool[Array, ""]:
+    """Whether the gradient is all rounding, and the whole step takes away at least half of `α`.
+
+    Points that pull against each other have a large `α` that moves nothing, and once they are removed it
+    is only a source of rounding. The step that lets go of it rounds by as much, and may raise the objective;
+    the steps after it start from a small `α` and do not. At an optimum no step is lighter.
+    """
+    alpha = point.state.alpha
+    half = reach(root, alpha + step.value) <= 0.5 * reach(root, alpha)
+    return half & (point.norms.gradient <= point.norms.rounding)
+
+
 class _Trial(NamedTuple):
     """A step size on trial between `low`, downhill, and `high`, uphill."""
 
@@ -206,7 +225,11 @@ class _Trial(NamedTuple):
 
 
 def _line_search(
-    problem: Problem, point: Point, step: Solution, noise: Float[Array, ""]
+    problem: Problem,
+    point: Point,
+    step: Solution,
+    noise: Float[Array, ""],
+    lighter: Bool[Array, ""],
 ) -> Float[Array, ""]:
     """The whole step if it lowers `L_w` enough, else one near the minimum along it, by bisection.
 
@@ -215,7 +238,7 @@ def _line_search(
     no more than a higher one. The slope still does, to full relative accuracy: a step that has not
     gone past the minimum by half of where it came from is taken. Nearer to as far as it came from,
     two steps in a row can lead back to the start. Where the gradient is rounding too, so is the slope,
-    and the step is taken as it is.
+    and the step is taken as it is. A `lighter` one is taken in any case.
     """
     delta, k_delta = step.value, step.k_value
     start, slope = problem.value(point.state), jnp.sum(point.rho * k_delta)
@@ -232,7 +255,7 @@ def _line_search(
         near = (trial.rounds == 0) | (jnp.abs(slope_t) <= -NEAR_MINIMUM * slope)
         past = ~(slope_t <= 0)
         low, high = jnp.where(past, trial.low, t), jnp.where(past, t, trial.high)
-        taken = enough & near
+        taken = (enough & near) | lighter
         return _Trial(jnp.where(taken, t, (low + high) / 2), low, high, trial.rounds + 1, taken)
 
     one = jnp.ones((), delta.dtype)

@@ -184,10 +184,9 @@ class _Run:
     def step(self, rtol: float) -> None:
         m, dtype = self.machine, self.point.rho.dtype
         tol: Any = np.asarray(rtol, dtype)
-        damping: Any = np.asarray(self.damping, dtype)
-        self.point, packed = newton_step(
-            m.op, self.problem, self.point, m.diagonal, m.solver, m.preconditioner, tol, damping
-        )
+        damping, first = np.asarray(self.damping, dtype), np.asarray(self.steps == 0)
+        how: Any = (m.solver, m.preconditioner, tol, damping, first)
+        self.point, packed = newton_step(m.op, self.problem, self.point, m.diagonal, *how)
         report = self.last = StepReport.unpack(packed)
         check_report(report, dtype, m.what)
         self.steps, self.iterations = self.steps + 1, self.iterations + report.iterations
@@ -209,7 +208,7 @@ class _Run:
         # Below its rounding a gradient says nothing, and a step still brings `α` to `-g/λ`, where it rounds
         # as the optimum does.
         seen = max(self.certificate.gradient_norm, self.certificate.rounding)
-        if self.norm <= seen or not report.settled:
+        if self.norm <= seen or not report.settled or report.lighter:
             self.best, self.certificate = self.point, report.certificate(m.ridge)
 
     @property
