@@ -9,10 +9,10 @@ ReLU, dropout 0.1 after both hidden layers, SGD 0.01, momentum 0.9, batch 64, 50
 times 10 seeds shared by all halves, mean test loss. Seeds: subsets 0; truth 0 to 9; scored runs 1000
 to 1004; halves of TRAK 2000.
 
-Settings (which checkpoints, κ, averaged terms, leverage) are compared with one run on subsets 0-49 and
-queries 0-249 only: all that time allows on `mlp`, the best of them for each κ and then the next best on
-`logistic`. The best mean of LDS over ceiling is chosen, and the table reports the other subsets and
-queries. Rivals come last. After --limit seconds it writes what it has, says what is missing, and ends.
+Settings (which checkpoints, κ, how they are combined) are compared with one run of each recipe on subsets
+0-49 and queries 0-249 only. The best mean of LDS over ceiling is chosen, and the table reports the other
+subsets and queries. Rivals come last. After --limit seconds it writes what it has, says what is missing,
+and ends.
 """
 
 import argparse
@@ -27,15 +27,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lds_candidates import (
-    REFERENCE,
-    TIERS,
-    Setting,
-    fill,
-    predicted,
-    solve_checkpoint,
-    summed,
-)
+from lds_candidates import KAPPAS, REFERENCE, SETTINGS, solve_checkpoint
 from lds_recipes import RECIPES, apply, make_train, pick, train_runs
 
 import dualfluence as dfl
@@ -43,13 +35,9 @@ from dualfluence.apps.bench import Trained, rival_scores
 from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
 from dualfluence.attribution._checkpoint import local_terms
 from dualfluence.attribution._rivals import DAMPINGS, trak_terms
-from dualfluence.attribution._terms import AVERAGED, averaged_outputs
 from dualfluence.attribution._trajectory import _check_data
 
 START = time.perf_counter()
-SHARES = {"mlp": 0.5, "logistic": 0.62}
-"""Shares of the limit at which the comparison of settings ends for each recipe."""
-
 FULL = {"points": 5000, "queries": 500, "subsets": 100, "seeds": 10, "runs": 5, "trak": (1, 10, 50)}
 SMOKE = {"points": 120, "queries": 20, "subsets": 12, "seeds": 2, "runs": 2, "trak": (1, 2)}
 SUBSET_SEED, RUN_SEED, TRAK_SEED = 0, 1000, 2000
@@ -102,7 +90,6 @@ class Bench:
             "interval": list(ceiling.interval),
             "notes": ceiling.notes,
         }
-        self.masks = jnp.asarray(self.truth.masks, self.x.dtype)
         self.targets = self.truth.targets
         seeds = [RUN_SEED + r for r in range(self.scale["runs"])]
         self.saved = self.timed("runs", partial(train_runs, self.recipe, self.x, self.y, seeds))
@@ -138,49 +125,42 @@ class Bench:
             kappa=kappa,
         )
 
-    def average(self, run, epochs):
-        """Predictions averaged over a set of epochs, as the library does."""
-        chosen = Setting(epochs).chosen(self.recipe)
-        models = (dfl.linearize(apply, pick(self.saved[e], run)) for e in chosen)
-        return averaged_outputs(models, self.x, self.xq, dfl.SoftmaxCrossEntropy())
-
-    def solve(self, run, average, epoch, pieces):
-        """What the pieces of one checkpoint give, each `(subsets, queries)`."""
+    def solve(self, run, epoch, kappas):
+        """`{(epoch, κ): scores}` at one checkpoint."""
         loss, model = dfl.SoftmaxCrossEntropy(), dfl.linearize(apply, pick(self.saved[epoch], run))
-        checked = _check_data(self.trajectory(run, (epoch,), KAPPA), *self.data, loss, "loss")
-        own = (model, checked.x, checked.targets, checked.xq, checked.quantity, loss)
+        d = _check_data(self.trajectory(run, (epoch,), KAPPA), *self.data, loss, "loss")
+        local = local_terms(model, d.x, d.targets, d.xq, d.quantity, loss)
+        ridges = [self.trajectory(run, (epoch,), kappa).ridge(0) for kappa in kappas]
+        found = solve_checkpoint(model, self.x, self.xq, local, ridges)
+        return {(epoch, kappa): scores for kappa, scores in zip(kappas, found, strict=True)}
 
-        @cache
-        def terms(averages, averaged):
-            mean = None if averages is None else average(averages)
-            return local_terms(*own, mean, AVERAGED[averaged])
-
-        def ridge(kappa):
-            return self.trajectory(run, (epoch,), kappa).ridge(0)
-
-        return solve_checkpoint(model, self.x, self.xq, pieces, terms, ridge, self.masks)
-
-    def fill(self, run, settings, in_time=lambda: True, riders=None):
-        average = cache(partial(self.average, run))
-        solve = partial(self.solve, run, average)
-        return fill(self.kept[run], settings, self.recipe, solve, in_time, riders)
+    def fill(self, run, keys):
+        """Scores of the checkpoints that are not there yet."""
+        lacking = {}
+        for epoch, kappa in keys:
+            if (epoch, kappa) not in self.kept[run]:
+                lacking.setdefault(epoch, []).append(kappa)
+        for epoch, kappas in lacking.items():
+            self.kept[run] |= self.solve(run, epoch, kappas)
 
     def split(self):
         """Rows for choosing constants and rows for reporting: (subsets, queries) each."""
         s, q = self.scale["subsets"] // 2, self.scale["queries"] // 2
         return (slice(0, s), slice(0, q)), (slice(s, None), slice(q, None))
 
-    def lds(self, sums, part=None):
-        """LDS of `masks @ S.T`: each subset is one point of its own sum."""
+    def lds(self, scores, part=None):
         subsets, queries = part or (slice(None), slice(None))
-        mine = np.asarray(sums, float)[subsets, queries]
-        return evaluate.lds(mine.T, np.eye(len(mine), dtype=bool), self.targets[subsets, queries])
+        return evaluate.lds(
+            np.asarray(scores, float)[queries],
+            self.truth.masks[subsets],
+            self.targets[subsets, queries],
+        )
 
-    def record(self, name, sums):
+    def record(self, name, scores):
         choose, report = self.split()
         row = {}
         for label, part in (("choose", choose), ("report", report), ("all", None)):
-            m = self.lds(sums, part)
+            m = self.lds(scores, part)
             row[label] = {"lds": m.value, "interval": list(m.interval)}
         self.table[name] = row
         low, high = row["report"]["interval"]
@@ -190,42 +170,41 @@ class Bench:
             flush=True,
         )
 
-    def record_scores(self, name, scores):
-        self.record(name, predicted(jnp.asarray(scores, self.x.dtype), self.masks))
-
-    def compare(self, settings, in_time, riders=None):
-        """LDS of run 0 on the choosing part for these and all that came along with them."""
-        done = self.fill(0, settings, in_time, riders)
-        choose, _ = self.split()
-        for setting in dict.fromkeys([*settings, *(riders or [])]):
-            sums = summed(self.kept[0], setting, self.recipe)
-            if sums is not None and str(setting) not in self.compared:
-                self.compared[str(setting)] = self.lds(sums, choose).value
-                print(f"[{self.name}] {setting}: {self.compared[str(setting)]:.4f}", flush=True)
-        return done
+    def compare(self):
+        """LDS of run 0 on the choosing part for every setting."""
+        (subsets, queries), _ = self.split()
+        self.fill(0, [(e, kappa) for e in self.recipe["saved"] for kappa in KAPPAS])
+        kept = {key: scores[queries] for key, scores in self.kept[0].items()}
+        truth = self.truth.masks[subsets], self.targets[subsets, queries]
+        for setting in SETTINGS:
+            scores = setting.combined([kept], self.recipe)
+            self.compared[str(setting)] = evaluate.lds(scores, *truth).value
+            print(f"[{self.name}] {setting}: {self.compared[str(setting)]:.4f}", flush=True)
 
     def ours(self, label, setting, runs):
         """One run, each run alone, and all runs together."""
         for run in range(runs):
-            self.timed(f"{label}, run {run}", partial(self.fill, run, [setting]))
-        parts = [summed(self.kept[run], setting, self.recipe) for run in range(runs)]
-        self.record(f"ours, {label} (1 run)", parts[0])
+            keys = setting.keys(self.recipe)
+            self.timed(f"{label}, run {run}", partial(self.fill, run, keys))
+        alone = [setting.combined([kept], self.recipe) for kept in self.kept[:runs]]
+        self.record(f"ours, {label} (1 run)", alone[0])
         choose, report = self.split()
         self.result.setdefault("single runs", {})[label] = {
             name: {"each": each, "mean": float(np.mean(each))}
             for name, part in (("choose", choose), ("report", report), ("all", None))
-            for each in [[self.lds(p, part).value for p in parts]]
+            for each in [[self.lds(scores, part).value for scores in alone]]
         }
         if runs > 1:
-            self.record(f"ours, {label} ({runs} runs)", np.sum(parts, axis=0))
+            together = setting.combined(self.kept[:runs], self.recipe)
+            self.record(f"ours, {label} ({runs} runs)", together)
 
     def rivals(self, save):
         """Gradient dot product, influence at the last checkpoint, exact-kernel TRAK."""
         last = pick(self.saved[self.recipe["epochs"]], 0)
         dot = gradient_dot(apply, last, *self.data)
-        self.record_scores("gradient dot product, last checkpoint (1 run)", dot)
-        self.fill(0, [REFERENCE])
-        key = REFERENCE.pieces(self.recipe)[-1].key
+        self.record("gradient dot product, last checkpoint (1 run)", dot)
+        key = REFERENCE.keys(self.recipe)[-1]
+        self.fill(0, [key])
         self.record("influence, last checkpoint (1 run)", self.kept[0][key])
         save()
         halves = evaluate.random_masks(self.x.shape[0], max(self.scale["trak"]), seed=TRAK_SEED)
@@ -245,10 +224,9 @@ class Bench:
 
     def record_best(self, name, tried):
         """The setting with the best LDS of all, in the rival's favour."""
-        sums = {k: predicted(jnp.asarray(s, self.x.dtype), self.masks) for k, s in tried.items()}
-        best = max(sums, key=lambda k: self.lds(sums[k]).value)
+        best = max(tried, key=lambda k: self.lds(tried[k]).value)
         label = f", best of {len(tried)} dampings, {best}" if best else ""
-        self.record(f"{name}{label}", sums[best])
+        self.record(f"{name}{label}", tried[best])
 
     def solvers(self, save):
         """Every method of the literature on one run, each at the damping with its best LDS."""
@@ -261,71 +239,42 @@ class Bench:
             self.trajectory(0, epochs[-1:], KAPPA).ridge(0),
             self.data,
         )
-        for name, tried in itertools.groupby(rival_scores(trained), key=lambda found: found[0]):
+        # TRAK is in the table already, with more models.
+        found = rival_scores(trained, projections=())
+        for name, tried in itertools.groupby(found, key=lambda each: each[0]):
             self.record_best(f"{name} (1 run)", {setting: scores for _, setting, scores in tried})
             save()
 
     def check_library(self, setting):
-        """The sums of a setting are those of the library's own call; float32 rounding apart."""
-        run = self.trajectory(0, setting.chosen(self.recipe), setting.kappa)
-        got = attribute_runs(
-            [run],
-            *self.data,
-            averaged=setting.averaged,
-            leverage=setting.leverage,
-            method="outputs",
-            progress=False,
-        )
-        want = summed(self.kept[0], setting, self.recipe)
-        off = np.asarray(self.masks, float) @ (got.values.T * run.num_checkpoints) - want
-        worst = np.abs(off).max() / np.abs(want).max()
+        """Scores of a setting are those of the library's own call; float32 rounding apart."""
+        run = self.trajectory(0, [e for e, _ in setting.keys(self.recipe)], setting.kappa)
+        options = {"combine": setting.combine, "method": "outputs", "progress": False}
+        got = attribute_runs([run], *self.data, **options).values
+        want = setting.combined(self.kept[:1], self.recipe)
+        worst = np.abs(got - want).max() / np.abs(want).max()
         print(f"[{self.name}] {setting}: {worst:.1e} off the library", flush=True)
         assert worst < 1e-2, (setting, worst)
 
 
-def choose(benches, limit):
-    """Compare settings on both recipes; the best mean share of the ceiling, one run, choosing part."""
-    everything = [s for tier in TIERS for s in tier]
-
-    def until(bench):
-        return lambda: time.perf_counter() - START < limit * SHARES[bench.name]
-
-    first, *others = benches
-    for i, tier in enumerate(TIERS):
-        # The first tier is compared in any case: without it there is no choice.
-        in_time = until(first) if i else _always
-        if not first.timed(f"tier {i}", partial(first.compare, tier, in_time, everything)):
-            break
-    order = [s for s in everything if str(s) in first.compared]
-    order.sort(key=lambda s: -first.compared[str(s)])
-    leaders = [next(s for s in order if s.kappa == k) for k in sorted({s.kappa for s in order})]
-    for bench in others:
-        for setting in dict.fromkeys([*leaders, *order]):
-            in_time = _always if setting in leaders else until(bench)
-            label = f"compare {setting}"
-            if not bench.timed(label, partial(bench.compare, [setting], in_time, order)):
-                break
-    shares = {}
-    for setting in order:
-        if all(str(setting) in bench.compared for bench in benches):
-            shares[setting] = float(
-                np.mean([bench.compared[str(setting)] / bench.ceiling for bench in benches])
-            )
+def choose(benches):
+    """Compare settings on all recipes; the best mean share of the ceiling, one run, choosing part."""
+    for bench in benches:
+        bench.timed("comparison", bench.compare)
+    shares = {
+        setting: float(np.mean([b.compared[str(setting)] / b.ceiling for b in benches]))
+        for setting in SETTINGS
+    }
     return max(shares, key=lambda s: shares[s]), shares
 
 
-def _always():
-    return True
-
-
-def measure(benches, record, limit, save, smoke):
+def measure(benches, record, save, smoke):
     """All parts in the order of their worth; `record["missing"]` shrinks as they are done."""
     parts = {}
     for bench in benches:
         parts[f"{bench.name}: truth and runs"] = bench.prepare
 
     def chosen():
-        setting, shares = choose(benches, limit)
+        setting, shares = choose(benches)
         record["chosen"] = setting._asdict()
         record["shares of ceiling, choosing part"] = {str(s): v for s, v in shares.items()}
         return setting
@@ -337,9 +286,7 @@ def measure(benches, record, limit, save, smoke):
     parts["choice of constants"] = pick_setting
     if smoke:
         parts["agreement with the library"] = lambda: [
-            benches[0].check_library(s)
-            for s in (*TIERS[0], *TIERS[2])
-            if str(s) in benches[0].compared
+            benches[0].check_library(s) for s in (REFERENCE, SETTINGS[-1])
         ]
     for bench in benches:
         runs = 5 if bench.name == "mlp" else 1
@@ -351,13 +298,12 @@ def measure(benches, record, limit, save, smoke):
         )
     for bench in benches:
         parts[f"{bench.name}: rivals"] = partial(bench.rivals, save)
-    parts["ours, reference, all runs"] = lambda: ours(benches[0], "reference", REFERENCE, 5)
+    for bench in benches:
+        parts[f"{bench.name}: solvers of the literature"] = partial(bench.solvers, save)
     for bench in benches[1:]:
         parts[f"{bench.name}: ours, chosen, all runs"] = lambda b=bench: ours(
             b, "chosen on the other half", pick_setting(), 5
         )
-    for bench in benches:
-        parts[f"{bench.name}: solvers of the literature"] = partial(bench.solvers, save)
     record["missing"] = list(parts)
     for name, part in parts.items():
         part()
@@ -404,7 +350,7 @@ def main():
         ring(args.limit)
     try:
         with jax.default_matmul_precision("highest"):
-            measure(benches, record, args.limit, save, args.smoke)
+            measure(benches, record, save, args.smoke)
     except OutOfTime:
         print(f"out of time after {args.limit:g} s; missing: {'; '.join(record['missing'])}")
     finally:

@@ -9,7 +9,7 @@ import pytest
 import cases
 import dualfluence as dfl
 from dualfluence.attribution import Trajectory, attribute_runs
-from dualfluence.attribution._terms import AVERAGED
+from dualfluence.attribution._trajectory import shrunk
 
 N, Q, C, D = 12, 3, 3, 5
 SIZES = (D, 6, C)
@@ -47,23 +47,16 @@ def _softmax(params, z):
     return e / e.sum(1, keepdims=True)
 
 
-def _oracle(params, ridge, metric=None, run=(), terms=(False, False, False)):
-    """`v_qᵀ J_q P (λI + JᵀWJ P)⁻¹ J_iᵀ g_i` in parameter space, NumPy.
-
-    `g`, `v` and `W`, in the order of `terms`, at the checkpoint's probabilities or at the run's mean.
-    """
+def _oracle(params, ridge, metric=None):
+    """`v_qᵀ J_q P (λI + JᵀWJ P)⁻¹ J_iᵀ g_i` in parameter space, NumPy."""
     x, y, xq, yq = _data()
     J, J_q = _jacobian(params, x), _jacobian(params, xq)
     root = np.ones(J.shape[2]) if metric is None else np.sqrt(metric)
     J, J_q = J * root, J_q * root
 
-    def at(averaged, z):
-        return np.mean([_softmax(p, z) for p in (run if averaged else [params])], axis=0)
-
-    g = (at(terms[0], x) - np.eye(C)[y]) / N
-    v = at(terms[1], xq) - np.eye(C)[yq]
+    g, v = (_softmax(params, x) - np.eye(C)[y]) / N, _softmax(params, xq) - np.eye(C)[yq]
     H = ridge * np.eye(J.shape[2])
-    for J_i, s_i in zip(J, at(terms[2], x), strict=True):
+    for J_i, s_i in zip(J, _softmax(params, x), strict=True):
         H += J_i.T @ (np.diag(s_i) - np.outer(s_i, s_i)) @ J_i / N
     push = np.einsum("nap,na->pn", J, g)
     return np.einsum("qap,qa->qp", J_q, v) @ np.linalg.solve(H, push)
@@ -75,7 +68,7 @@ def _unit(scores):
 
 def test_scores_are_the_equation_summed_over_checkpoints_and_runs():
     runs = [_run(0), _run(1)]
-    got = attribute_runs(runs, *_data(), progress=False)
+    got = attribute_runs(runs, *_data(), combine="mean", progress=False)
     parts = [
         _unit(_oracle(run.checkpoint(k), 1 / (3.0 * 0.1 * 10 * (k + 1))))
         for run in runs
@@ -86,54 +79,40 @@ def test_scores_are_the_equation_summed_over_checkpoints_and_runs():
     assert any("no unit" in note for note in got.notes)
 
 
-@pytest.mark.parametrize("averaged", AVERAGED)
-def test_terms_come_from_predictions_averaged_over_their_own_run(averaged):
+def test_shrinking_multiplies_the_mean_by_the_share_of_it_that_is_not_noise():
     runs = [_run(0, 3), _run(1, 2)]
-    got = attribute_runs(runs, *_data(), averaged=averaged, progress=False)
-    parts = [
-        _unit(_oracle(params, run.ridge(k), None, run.checkpoints, AVERAGED[averaged]))
-        for run in runs
-        for k, params in enumerate(run.checkpoints)
-    ]
-    np.testing.assert_allclose(got.values, np.mean(parts, axis=0), rtol=1e-8, atol=1e-10)
-    assert any("averaged over each run" in note for note in got.notes) == (averaged != "none")
-
-
-def test_losses_without_probabilities_average_outputs():
-    x, _, xq, _ = _data()
-    rng = np.random.default_rng(5)
-    y, yq = rng.normal(size=(N, C)), rng.normal(size=(Q, C))
-    run = _run(0, 3)
-    options = {"loss": dfl.SquaredError(), "averaged": "all", "progress": False}
-    got = run.attribute(x, y, xq, yq, **options).values
-    f, f_q = (
-        np.mean([np.asarray(cases.mlp(p, jnp.asarray(z))) for p in run.checkpoints], axis=0)
-        for z in (x, xq)
+    parts = np.stack(
+        [
+            _unit(_oracle(run.checkpoint(k), run.ridge(k)))
+            for run in runs
+            for k in range(len(run.steps))
+        ]
     )
-    parts = []
-    for k, params in enumerate(run.checkpoints):
-        J, J_q = _jacobian(params, x), _jacobian(params, xq)
-        H = run.ridge(k) * np.eye(J.shape[2]) + np.einsum("nap,nar->pr", J, J) / N
-        push = np.einsum("nap,na->pn", J, f - y)
-        parts.append(_unit(np.einsum("qap,qa->qp", J_q, f_q - yq) @ np.linalg.solve(H, push)))
-    np.testing.assert_allclose(got, np.mean(parts, axis=0), rtol=1e-8, atol=1e-10)
+    got = attribute_runs(runs, *_data(), progress=False)
+    mean, noise = parts.mean(0), parts.var(0) / (3 * 2)
+    np.testing.assert_allclose(got.values, mean**3 / (mean**2 + noise), rtol=1e-7, atol=1e-10)
+    assert any("drawn towards zero" in note for note in got.notes)
 
 
-def test_averaged_scores_are_kept_apart_and_know_the_whole_run(tmp_path):
-    run = _run(0, 3)
-    options = {"folder": tmp_path, "progress": False}
-    want = run.attribute(*_data(), averaged="all", **options).values
-    np.testing.assert_array_equal(run.attribute(*_data(), averaged="all", **options).values, want)
-    other = [*run.checkpoints[:2], _params(99)]
-    changed = Trajectory(cases.mlp, other, steps=run.steps, learning_rate=0.1)
-    for which, averaged in ((run, "none"), (run, "train"), (changed, "all")):
-        with pytest.raises(ValueError, match="other data, checkpoints or options"):
-            which.attribute(*_data(), averaged=averaged, **options)
+def test_shrinking_brings_scores_nearer_to_what_all_runs_share():
+    """A few large effects below noise as large as most entries: the mean is off by more."""
+    rng = np.random.default_rng(0)
+    true = 5 * rng.normal(size=(20, 400)) * (rng.random((20, 400)) < 0.05)
+    seen = true + 2 * rng.normal(size=(8, 20, 400))
+    mean = seen.mean(0)
+    nearer = shrunk(mean, seen.var(0), 8.0)
+    assert np.mean((nearer - true) ** 2) < 0.6 * np.mean((mean - true) ** 2)
 
 
-def test_an_unknown_average_is_refused():
-    with pytest.raises(ValueError, match="averaged must be one of none, train, points, all"):
-        _run().attribute(*_data(), averaged="some", progress=False)
+def test_one_checkpoint_has_nothing_to_shrink():
+    run = _run(0, 1)
+    values = [run.attribute(*_data(), combine=c, progress=False).values for c in ("shrunk", "mean")]
+    np.testing.assert_allclose(*values, rtol=1e-12)
+
+
+def test_an_unknown_way_to_combine_is_refused():
+    with pytest.raises(ValueError, match="combine must be one of shrunk, mean"):
+        _run().attribute(*_data(), combine="median", progress=False)
 
 
 def test_momentum_lengthens_the_step():

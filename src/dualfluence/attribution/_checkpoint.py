@@ -24,7 +24,6 @@ from ..kernels._linearized import Linearized
 from ..losses import AbstractFactor, AbstractLoss, SoftmaxFactor
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
-from ._terms import OWN, Outputs, Terms
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -76,14 +75,9 @@ def checkpoint_scores(
     method: str,
     leverage: bool,
     rank: int = PROJECTED_RANK,
-    average: Outputs | None = None,
-    terms: Terms = OWN,
 ) -> Float[Array, "q n"]:
-    """`S` at the parameters of `model`, by all outputs, margins, or projected gradients.
-
-    `terms` says which of `g`, `v` and `R` are taken at `average` instead of the model's predictions.
-    """
-    local = local_terms(model, x, targets, xq, quantity, loss, average, terms)
+    """`S` at the parameters of `model`, by all outputs, margins, or projected gradients."""
+    local = local_terms(model, x, targets, xq, quantity, loss)
     lam = jnp.asarray(ridge, local.g.dtype)
     if method == "projected":
         source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), rank)
@@ -105,15 +99,12 @@ def local_terms(
     xq: Array,
     quantity: Quantity,
     loss: AbstractLoss,
-    average: Outputs | None = None,
-    terms: Terms = OWN,
 ) -> Local:
     """Gradients and curvature of the mean loss, and of the measured quantity, at a checkpoint."""
-    own = Outputs(model.base_outputs(x), model.base_outputs(xq))
-    (f, f_q), at = own.where(terms, average)
+    f, f_q = model.base_outputs(x), model.base_outputs(xq)
     weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
     g = weights[:, None] * loss.grad(f, targets)
-    roots = _roots(loss.hess_factor(at, targets, weights), at)
+    roots = _roots(loss.hess_factor(f, targets, weights), f)
     return Local(quantity.grad(f_q, quantity.targets), g, roots)
 
 

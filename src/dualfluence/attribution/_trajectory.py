@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import jax
@@ -26,7 +25,6 @@ from ._checkpoint import (
     choose_method,
 )
 from ._pieces import Pieces
-from ._terms import AVERAGED, OWN, Outputs, Terms, averaged_outputs
 
 KAPPA = 3.0
 r"""`κ` in `λ_t = 1/(κ η s_t)`.
@@ -37,10 +35,16 @@ a classifier falls as it learns, so that the mean over the past is about twice t
 checkpoint itself: together, about 3. Twice or half of it costs little.
 """
 
-DEFAULT_AVERAGED = "none"
-"""Which terms are taken at predictions averaged over the run unless asked for; see `AVERAGED`."""
+INDEPENDENT = 3.0
+"""How many independent scores the checkpoints of one run are worth, in `combine="shrunk"`.
+
+Neighbours resemble each other, so fewer than there are. A third or three times as many cost little."""
+
+COMBINE = ("shrunk", "mean")
 
 METHODS = ("auto", "outputs", "margin", "projected")
+
+SHRUNK_NOTE = ("entries on which checkpoints and runs disagree are drawn towards zero",)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +190,7 @@ def attribute_runs(
     of: str | Callable[[Array, Array], Array] = "loss",
     method: str = "auto",
     leverage: bool = False,
-    averaged: str = DEFAULT_AVERAGED,
+    combine: str = "shrunk",
     rank: int = PROJECTED_RANK,
     folder: Any = None,
     progress: bool | ProgressFn = True,
@@ -205,9 +209,8 @@ def attribute_runs(
       instead of `n·c` by `n·c`); `"projected"` uses random projections of gradients to `rank`
       numbers; `"auto"` takes outputs where they fit in memory. The result says what is left out.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the price.
-    - `averaged`: terms of a checkpoint that are taken at predictions averaged over the checkpoints of
-      its run (probabilities for softmax, else outputs) instead of its own: `"none"`, `"train"`
-      (gradients of training points), `"points"` (those of queries too), `"all"` (curvature too).
+    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`: entries on which they disagree are
+      drawn towards zero, each by how much of it may be the draw of the network; see `shrunk`.
     - `folder`: where scores of finished checkpoints are kept; a killed run goes on from there with
       the same result, bit for bit.
 
@@ -220,29 +223,42 @@ def attribute_runs(
         raise TypeError("attribute_runs: give one Trajectory or more in a list.")
     if method not in METHODS:
         raise ValueError(f"Trajectory: method must be one of {', '.join(METHODS)}, got {method!r}.")
-    if averaged not in AVERAGED:
+    if combine not in COMBINE:
         raise ValueError(
-            f"Trajectory: averaged must be one of {', '.join(AVERAGED)}, got {averaged!r}."
+            f"Trajectory: combine must be one of {', '.join(COMBINE)}, got {combine!r}."
         )
     loss = SoftmaxCrossEntropy() if loss is None else loss
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
     if method == "auto":
         method = choose_method(data.x.shape[0], data.num_outputs, data.targets.dtype)
-    options = _Options(loss, method, leverage, rank, AVERAGED[averaged])
+    options = _Options(loss, method, leverage, combine, rank)
     pieces = Pieces(folder, _fingerprint(data, options))
     total = np.zeros((data.xq.shape[0], data.x.shape[0]))
+    squares = np.zeros_like(total)
     count = sum(run.num_checkpoints for run in runs)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, run in enumerate(runs):
-            scored = _Scored(run, data, options)
             for k in range(run.num_checkpoints):
-                total += pieces.get(
+                scores = pieces.get(
                     f"run-{r:03d}-checkpoint-{k:03d}",
-                    lambda scored=scored, k=k: scored.normalised(k),
-                    lambda scored=scored, k=k: scored.digest(k),
-                )
+                    lambda run=run, k=k: _normalised(run, k, data, options),
+                    lambda run=run, k=k: _digest_run(run, k),
+                ).astype(float)
+                total, squares = total + scores, squares + scores**2
                 ticker.tick()
-    return _result(total / count, runs, data, options, time.perf_counter() - start)
+    values = total / count
+    if combine == "shrunk":
+        values = shrunk(values, squares / count - values**2, INDEPENDENT * len(runs))
+    return _result(values, runs, data, options, time.perf_counter() - start)
+
+
+def shrunk(mean: np.ndarray, variance: np.ndarray, independent: float) -> np.ndarray:
+    """`m·m²/(m² + v/k)`: the mean of `k` noisy values times the share of its square that is not noise.
+
+    Scores of other checkpoints and runs differ by the draw of the network; a point's true effect stays.
+    """
+    square, noise = mean**2, np.maximum(variance, 0) / independent
+    return mean * square / np.where(square > 0, square + noise, 1)
 
 
 @dataclass(frozen=True)
@@ -252,8 +268,8 @@ class _Options:
     loss: AbstractLoss
     method: str
     leverage: bool
+    combine: str
     rank: int
-    terms: Terms
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,58 +298,29 @@ def _check_data(
     return _Data(features, targets, queries, quantity, c, yq)
 
 
-@dataclass(frozen=True, eq=False)
-class _Scored:
-    """One run with a request: what each of its checkpoints gives."""
-
-    run: Trajectory
-    data: _Data
-    options: _Options
-
-    @cached_property
-    def average(self) -> Outputs | None:
-        """Predictions averaged over the run, where a term asks for them."""
-        if self.options.terms == OWN:
-            return None
-        models = (self.run.model(k) for k in range(self.run.num_checkpoints))
-        return averaged_outputs(models, self.data.x, self.data.xq, self.options.loss)
-
-    @cached_property
-    def all_checkpoints(self) -> str:
-        """Their fingerprint, where each checkpoint's scores depend on all."""
-        if self.options.terms == OWN:
-            return ""
-        return _digest([self.run.checkpoint(k) for k in range(self.run.num_checkpoints)])
-
-    def digest(self, k: int) -> str:
-        return _digest_run(self.run, k) + self.all_checkpoints
-
-    def normalised(self, k: int) -> np.ndarray:
-        """`S_t` with root mean square one for every query."""
-        data, options = self.data, self.options
-        scores = checkpoint_scores(
-            self.run.model(k),
-            data.x,
-            data.targets,
-            data.xq,
-            data.quantity,
-            loss=options.loss,
-            ridge=self.run.ridge(k),
-            method=options.method,
-            leverage=options.leverage,
-            rank=options.rank,
-            average=self.average,
-            terms=options.terms,
-        )
-        values = np.asarray(scores)
-        check_finite(
-            f"Trajectory, checkpoint {k}",
-            values,
-            hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
-        )
-        size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
-        # A query that no point moves at this checkpoint has nothing to add.
-        return (values / np.where(size > 0, size, 1)).astype(values.dtype)
+def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.ndarray:
+    """`S_t` with root mean square one for every query."""
+    scores = checkpoint_scores(
+        run.model(k),
+        data.x,
+        data.targets,
+        data.xq,
+        data.quantity,
+        loss=options.loss,
+        ridge=run.ridge(k),
+        method=options.method,
+        leverage=options.leverage,
+        rank=options.rank,
+    )
+    values = np.asarray(scores)
+    check_finite(
+        f"Trajectory, checkpoint {k}",
+        values,
+        hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
+    )
+    size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
+    # A query that no point moves at this checkpoint has nothing to add.
+    return (values / np.where(size > 0, size, 1)).astype(values.dtype)
 
 
 def _result(
@@ -349,7 +336,7 @@ def _result(
         "training points of one query, and have no unit",
         f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
         "closed-form leave-one-out" if options.leverage else "first-order effects",
-        *_averaged_note(options.terms),
+        *SHRUNK_NOTE[: options.combine == "shrunk"],
         *LOSSES_OF_METHODS[options.method],
     )
     return Attribution(
@@ -362,7 +349,7 @@ def _result(
             "seconds": seconds,
             "method": options.method,
             "leverage": options.leverage,
-            "averaged": next(name for name, terms in AVERAGED.items() if terms == options.terms),
+            "combine": options.combine,
             "runs": len(runs),
         },
         x=np.asarray(data.x),
@@ -370,13 +357,6 @@ def _result(
         xq=np.asarray(data.xq),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
-
-
-def _averaged_note(terms: Terms) -> tuple[str, ...]:
-    names = [name for name, averaged in zip(Terms._fields, terms, strict=True) if averaged]
-    if not names:
-        return ()
-    return (f"terms at predictions averaged over each run's checkpoints: {', '.join(names)}",)
 
 
 def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
@@ -432,7 +412,6 @@ def _fingerprint(data: _Data, options: _Options) -> str:
         options.method,
         options.leverage,
         options.rank if options.method == "projected" else 0,
-        *options.terms,
     ]
     arrays = (data.x, data.targets, data.xq, data.quantity.targets)
     return json.dumps([_digest(arrays), *map(str, said)])

@@ -117,7 +117,7 @@ def _methods(problem: Problem, rank: int, projection: int) -> dict[str, list[Can
     found: dict[str, list[Candidate]] = {
         name: [Candidate(name, "", partial(_ours, t, problem.data))] for name, t in ours.items()
     }
-    for candidate in candidates(trained, rank=rank, projection=projection):
+    for candidate in candidates(trained, rank=rank, projections=(None, projection)):
         found.setdefault(candidate.name, []).append(candidate)
     return found
 

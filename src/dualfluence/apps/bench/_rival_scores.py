@@ -47,17 +47,19 @@ class Candidate(NamedTuple):
     scores: Callable[[], np.ndarray]
 
 
-def candidates(trained: Trained, *, rank: int = 100, projection: int = 1024) -> list[Candidate]:
-    """All methods with all dampings that are tried in their favour."""
+def candidates(
+    trained: Trained, *, rank: int = 100, projections: Sequence[int | None] = (None, 1024)
+) -> list[Candidate]:
+    """All methods with all dampings that are tried in their favour; TRAK once for each of `projections`."""
     last = trained.checkpoints[-1]
     apply_fn, data = trained.apply_fn, trained.data
     steps = {
-        "CG": (primal.CG(rtol=1e-3, max_steps=200), FEW_SHIFTS),
-        "LiSSA": (primal.LiSSA(depth=100), FEW_SHIFTS),
         "Arnoldi": (primal.Arnoldi(rank=rank), SHIFTS),
         "Nyström": (primal.Nystrom(rank=rank), SHIFTS),
         "K-FAC": (primal.KFAC(), SHIFTS),
         "EK-FAC": (primal.EKFAC(), SHIFTS),
+        "CG": (primal.CG(rtol=1e-3, max_steps=200), FEW_SHIFTS),
+        "LiSSA": (primal.LiSSA(depth=100), FEW_SHIFTS),
     }
     plain = {
         "gradient dot": GradDot(apply_fn, last),
@@ -72,7 +74,8 @@ def candidates(trained: Trained, *, rank: int = 100, projection: int = 1024) -> 
             call = partial(primal.attribute, model, last, solver=solver, **options)
             found.append(Candidate(name, f"{shift:g}·λ", partial(_values, call, data)))
     models = trained.halves or [last]
-    for label, k in (("TRAK", None), (f"TRAK {projection}", projection)):
+    for k in projections:
+        label = "TRAK" if k is None else f"TRAK {k}"
         for damping in TRAK_DAMPINGS:
             score = TRAK(apply_fn, models, k, damping)
             name = f"{label} ({len(models)} model{'s' if len(models) > 1 else ''})"
