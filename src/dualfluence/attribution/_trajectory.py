@@ -60,8 +60,8 @@ class Trajectory:
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed; or
       a model of `adapters`, whose `read` gives the checkpoints.
     - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may sit on
-      disk. Those of the first quarter of training say most, the more the better: ten to twenty,
-      every half epoch at first. Late ones, where the network has learned its data by heart, add noise.
+      disk. Those of the first quarter of training say most, the more the better: about twenty,
+      every half epoch at first.
     - `steps`: optimiser steps before each, increasing.
     - `learning_rate`, `momentum`: of plain SGD; for a schedule, `learning_rate` may be a
       sequence: the mean over the steps up to each checkpoint.
