@@ -53,7 +53,8 @@ class StepReport(NamedTuple):
     - `step_size`: `t` of the line search.
     - `settled`: whether the decrease that the step predicted was below the objective's rounding.
     - `lighter`: whether it was taken for the rounding that it takes away; see `_is_lighter`.
-    - `value_noise`: the objective's rounding after the step, which may be far below that before it.
+    - `value_noise`: the objective's rounding after the step, which may be far below that before it. These
+      three are for runs of many steps: one that is not damped asks for no value of the objective.
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
@@ -154,21 +155,25 @@ def _newton_step(
     solution = solver.solve(
         LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
-    t, noise = jnp.ones((), point.rho.dtype), VALUE_SLACK * problem.value_noise(point.state)
-    root, lighter = jnp.sqrt(jnp.maximum(diagonal, 0)), jnp.asarray(False)
+    t, root = jnp.ones((), point.rho.dtype), jnp.sqrt(jnp.maximum(diagonal, 0))
+    settled, lighter, value_noise = jnp.asarray(True), jnp.asarray(False), 0 * t
     if damping is not None:
+        noise = VALUE_SLACK * problem.value_noise(point.state)
+        settled = jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise
         lighter = jnp.asarray(first) & _is_lighter(point, solution, root)
         t = _line_search(problem, point, solution, noise, lighter)
     new = inspect(op, problem, _moved(point.state, solution, t, root), diagonal)
+    if damping is not None:
+        value_noise = VALUE_SLACK * problem.value_noise(new.state)
     packed = (
         solution.iterations,
         solution.products + 1,
         solution.residual,
         solution.converged,
         t,
-        jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise,
+        settled,
         lighter,
-        VALUE_SLACK * problem.value_noise(new.state),
+        value_noise,
         factor.min_curvature,
         new.norms.gradient,
         new.norms.rounding,
