@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, Key, PyTree
 
 from .. import primal
 from .._support.compile import filter_jit
@@ -69,7 +69,7 @@ class Networks:
 
 
 def train(
-    nets: Networks, params: PyTree, keys: PRNGKeyArray, weights: Float[np.ndarray, "*s n"]
+    nets: Networks, params: PyTree, keys: Key[Array, " s"], weights: Float[np.ndarray, "*s n"]
 ) -> PyTree:
     """Stacked networks after SGD from stacked `params`, `weights` shared or one row for each network."""
     rows = jnp.broadcast_to(jnp.asarray(weights), (keys.shape[0], len(nets.y)))
@@ -90,7 +90,7 @@ def _train(
     numbers: Float[Array, "3"],
     data: tuple[Array, Array],
     params: PyTree,
-    keys: PRNGKeyArray,
+    keys: Key[Array, " s"],
     weights: Float[Array, "s n"],
 ) -> PyTree:
     one = partial(_sgd, apply_fn, loss, sizes, numbers, data)
@@ -104,7 +104,7 @@ def _sgd(
     numbers: Float[Array, "3"],
     data: tuple[Array, Array],
     params: PyTree,
-    key: PRNGKeyArray,
+    key: Key[Array, ""],
     weights: Float[Array, " n"],
 ) -> PyTree:
     """One network. Batches have all points; the mean over those that stay is kept in expectation."""
@@ -135,7 +135,12 @@ def _sgd(
 
 
 def forget_by_gradients(
-    nets: Networks, params: PyTree, keys: PRNGKeyArray, gone: np.ndarray, method: str, rate: float
+    nets: Networks,
+    params: PyTree,
+    keys: Key[Array, " s"],
+    gone: np.ndarray,
+    method: str,
+    rate: float,
 ) -> PyTree:
     """Stacked networks after SGD on what stays (a tenth of the training), or ascent on what goes.
 
