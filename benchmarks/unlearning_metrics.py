@@ -117,12 +117,13 @@ def bench_network(args):
         """In single precision, as networks are trained; methods then work in double."""
         keys = jnp.stack([jax.random.key(seed) for seed in seeds])
         params = jax.vmap(partial(start, args.width, "float32"))(keys)
-        trained = network.train(nets, params, keys, weights)
+        trained = jax.block_until_ready(network.train(nets, params, keys, weights))
         return network.unstack(jax.tree.map(lambda leaf: leaf.astype("float64"), trained))
 
     def by_gradients(name, before, exact, keys, rate):
         began = time.perf_counter()
         moved = network.forget_by_gradients(nets, network.stack(before), keys, gone, name, rate)
+        jax.block_until_ready(moved)
         seconds = (time.perf_counter() - began) / len(before)
         return network.judge(nets, network.unstack(moved), before, exact, setting, seconds)
 
@@ -214,7 +215,7 @@ def draw(record, path):
         plt.Line2D([], [], color=_look.BLACK, marker=mark, linestyle="", label=group)
         for group, mark in GROUPS.items()
     ]
-    axes[0][0].legend(handles=handles, fontsize=8, loc="lower right", title="points")
+    fig.legend(handles=handles, fontsize=9, loc="outside upper center", ncols=3, title="points")
     fig.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     plt.close(fig)
 

@@ -172,10 +172,7 @@ def forget_one(
     Neither ours nor parameter space has a certificate here: the network is not linear. `damping` is added
     to the exact Hessian, which is indefinite without.
     """
-    start, model = (
-        time.perf_counter(),
-        linearize(nets.apply_fn, jax.tree.map(jnp.zeros_like, params)),
-    )
+    start, model = time.perf_counter(), _around_zero(nets, params)
     with warnings.catch_warnings():
         # What the warning would say is returned as numbers.
         warnings.simplefilter("ignore", FidelityWarning)
