@@ -209,7 +209,9 @@ def draw(record, path):
         draw_auc(right, rows[part])
         left.set_title(f"KLOM, {TITLES[part]}", fontsize=10)
         right.set_title(f"membership AUC, {TITLES[part]}", fontsize=10)
-    axes[-1][0].set_xlabel("median over points; line to the 95 % quantile (nats)")
+    axes[-1][0].set_xlabel(
+        "median over points, line to the 95 % quantile (nats); dashed: retraining, forgotten points"
+    )
     axes[-1][1].set_xlabel("mean over models with 95 % interval; dashed: retraining")
     handles = [
         plt.Line2D([], [], color=_look.BLACK, marker=mark, linestyle="", label=group)
@@ -237,6 +239,7 @@ def draw_klom(axis, rows):
             hollow = {"mfc": "white"} if row["method"] == network.READ_OUT else {}
             axis.plot(middle, place + shift, mark, color=colour, markersize=5, **hollow)
     axis.axvline(floor, color=_look.BLACK, linestyle="--", linewidth=1)
+    axis.set_xscale("log")
     label(axis, rows)
 
 
