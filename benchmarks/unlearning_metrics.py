@@ -209,10 +209,8 @@ def draw(record, path):
         draw_auc(right, rows[part])
         left.set_title(f"KLOM, {TITLES[part]}", fontsize=10)
         right.set_title(f"membership AUC, {TITLES[part]}", fontsize=10)
-    axes[-1][0].set_xlabel(
-        "median over points, line to the 95 % quantile (nats); dashed: retraining, forgotten points"
-    )
-    axes[-1][1].set_xlabel("mean over models with 95 % interval; dashed: retraining")
+    axes[-1][0].set_xlabel("nats: median over points, line to 95 %; dashed: retraining")
+    axes[-1][1].set_xlabel("mean over models, 95 % interval; dashed: retraining")
     handles = [
         plt.Line2D([], [], color=_look.BLACK, marker=mark, linestyle="", label=group)
         for group, mark in GROUPS.items()
@@ -240,6 +238,8 @@ def draw_klom(axis, rows):
             axis.plot(middle, place + shift, mark, color=colour, markersize=5, **hollow)
     axis.axvline(floor, color=_look.BLACK, linestyle="--", linewidth=1)
     axis.set_xscale("log")
+    axis.set_xticks([0.3, 1, 3, 10], ["0.3", "1", "3", "10"])
+    axis.minorticks_off()
     label(axis, rows)
 
 
