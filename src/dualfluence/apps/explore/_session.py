@@ -1,0 +1,227 @@
+"""One reader's experiment: a model, what was done to it, and the way back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from ...dual._fitted import Fitted
+from ...problem._edits import AbstractEdit, Relabel, Remove
+from ...unlearning._payload import digest_of
+from ..attribute._audit import isolation
+from ..compare._machine import describe_machine
+from ..page._scene import Scene
+from ..page._view import (
+    about,
+    answers_of,
+    certificate_of,
+    groups_of,
+    scores_of,
+    state_of,
+    stats_of,
+    what_stays,
+)
+
+MAX_EDITS = 1000
+"""Edits that can be undone; each holds an `(n, c)` array or two, not a kernel."""
+
+
+KEPT = 8
+"""Last models whose scores are kept, beside those of the first; `q·n` numbers each."""
+
+
+@dataclass(eq=False)
+class Moment:
+    """The model after one action.
+
+    - `version`: never given twice, so that an answer says which model it is about.
+    - `action`: what was done, for the history.
+    - `outputs`: at the queries.
+    - `kept`: scores, once they were asked for.
+    """
+
+    version: int
+    fitted: Fitted
+    action: dict[str, Any]
+    outputs: np.ndarray
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Stale(Exception):
+    """What was asked for is of a model that is no longer the current one."""
+
+
+class Session:
+    """The model as it is, with every one before it. Not safe for several threads at once."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self._made = scene, 0
+        self.start = what_stays(scene, isolation(scene.fitted.without_spare_rows()))
+        self.moments = [self._moment(scene.fitted, {"what": "fit"})]
+
+    @property
+    def now(self) -> Moment:
+        return self.moments[-1]
+
+    @property
+    def fitted(self) -> Fitted:
+        """The model as it is now."""
+        return self.now.fitted
+
+    def warm_up(self) -> None:
+        """Compile what the first edit would wait for. Nothing changes."""
+        there = np.flatnonzero(self.fitted.data.sample_weights > 0)
+        if there.size > 1:
+            self.preview([int(there[0])])
+
+    def remove(self, points: list[int]) -> dict[str, Any]:
+        """Leave points out, in one step."""
+        return self._edited([Remove(points)], {"what": "remove", "points": points})
+
+    def relabel(self, points: list[int], label: float) -> dict[str, Any]:
+        """Give points one new label, in one step."""
+        edit = Relabel(points, self._targets(len(points), label))
+        return self._edited([edit], {"what": "relabel", "points": points, "label": label})
+
+    def refine(self) -> dict[str, Any]:
+        """One more Newton step on the training set as it is."""
+        return self._edited([], {"what": "step"})
+
+    def undo(self) -> dict[str, Any]:
+        """Back to the model before the last action, exactly: it was kept."""
+        if len(self.moments) == 1:
+            raise ValueError("undo: nothing was done yet.")
+        self.moments.pop()
+        return self.state()
+
+    def reset(self) -> dict[str, Any]:
+        """Back to the model that the session began with."""
+        del self.moments[1:]
+        return self.state()
+
+    def preview(self, points: list[int]) -> dict[str, Any]:
+        """What leaving points out would do. Nothing changes."""
+        start = time.perf_counter()
+        update = self.fitted.edit(Remove(points), progress=False)
+        outputs = np.asarray(update.predict(self.scene.xq))
+        return {
+            "version": self.now.version,
+            **answers_of(self.scene, outputs),
+            "certificate": certificate_of(update),
+            "stats": {**stats_of(update), "seconds": time.perf_counter() - start},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What the page shows of the model as it is now."""
+        return self.state_at(len(self.moments) - 1)
+
+    def state_at(self, place: int) -> dict[str, Any]:
+        """The same of an earlier model; 0 is the first."""
+        moment = self.moments[place]
+        return {
+            "version": moment.version,
+            "history": [each.action for each in self.moments[: place + 1]],
+            **state_of(self.scene, moment.fitted, moment.outputs),
+        }
+
+    def scores(self, version: int | None = None) -> dict[str, Any]:
+        """Effects of leaving out each point, of the model of this version."""
+
+        def compute() -> dict[str, Any]:
+            result = self.fitted.attribute(self.scene.xq, self.scene.yq, progress=False)
+            return scores_of(self.scene, self.fitted, result)
+
+        return self._once("scores", version, compute)
+
+    def groups(self, version: int | None = None) -> dict[str, Any]:
+        """Effects of leaving out each group, less what was removed of it already."""
+
+        def compute() -> dict[str, Any]:
+            there = self.fitted.data.sample_weights > 0
+            left = {k: v[there[v]] for k, v in self.scene.named_groups.items()}
+            # A group that is all there is cannot be left out.
+            left = {k: v for k, v in left.items() if 0 < v.size < there.sum()}
+            if not left:
+                return {"names": [], "sizes": [], "mean": [], "sums": [], "effects": []}
+            scene = self.scene
+            return groups_of(self.fitted.attribute_groups(left, scene.xq, scene.yq, progress=False))
+
+        return self._once("groups", version, compute)
+
+    def certificate(self) -> dict[str, Any]:
+        """The current model's certificate as a document of its own."""
+        fitted = self.fitted
+        removed = np.flatnonzero(fitted.data.sample_weights == 0).tolist()
+        return {
+            "format": "dualfluence-explore-certificate",
+            "version": 1,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "statement": (
+                "The model is at most distance_bound from the one that exact training on the edited "
+                "set would give, in the norm of its parameters (for a kernel: of its function space). "
+                "It is a statement on the model as described here, linear in its parameters; "
+                "distance_bound null means that there is none."
+            ),
+            "data": self.scene.name,
+            "model": {**about(self.scene), "sha256": digest_of(fitted)},
+            "removed": removed,
+            "history": [moment.action for moment in self.moments],
+            "certificate": certificate_of(fitted),
+            "stats": stats_of(fitted),
+            "machine": describe_machine(),
+        }
+
+    def content(self) -> dict[str, Any]:
+        """Everything that a saved page holds."""
+        return {
+            "start": self.start,
+            "first": self.state_at(0),
+            "state": self.state(),
+            "scores": self.scores(),
+            "groups": self.groups(),
+            "certificate": self.certificate(),
+        }
+
+    def _edited(self, edits: list[AbstractEdit], action: dict[str, Any]) -> dict[str, Any]:
+        if len(self.moments) > MAX_EDITS:
+            raise ValueError(f"{action['what']}: {MAX_EDITS} edits are kept; reset to begin again.")
+        fitted = self.fitted.edit(edits, progress=False).commit()
+        self.moments.append(self._moment(fitted, action))
+        for moment in self.moments[1:-KEPT]:
+            moment.kept.clear()
+        return self.state()
+
+    def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Moment:
+        outputs = np.asarray(fitted.predict(self.scene.xq))
+        shown = {
+            **action,
+            "seconds": fitted.stats.seconds,
+            "relative_bound": certificate_of(fitted)["relative_bound"],
+        }
+        self._made += 1
+        return Moment(self._made, fitted, shown, outputs)
+
+    def _targets(self, count: int, label: float) -> np.ndarray:
+        classes = self.scene.num_classes
+        if classes and not (label == int(label) and 0 <= label < classes):
+            raise ValueError(f"relabel: expected a class from 0 to {classes - 1}, got {label:g}.")
+        if self.scene.kind == "softmax":
+            return np.full(count, int(label))
+        if self.fitted.num_outputs != 1:
+            raise ValueError("relabel: targets of several numbers cannot be changed here.")
+        return np.full((count, 1), float(label))
+
+    def _once(
+        self, name: str, version: int | None, compute: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        now = self.now
+        if version is not None and version != now.version:
+            raise Stale(
+                f"{name}: version {version} is not the current one, which is {now.version}."
+            )
+        if name not in now.kept:
+            now.kept[name] = {"version": now.version, **compute()}
+        return now.kept[name]
