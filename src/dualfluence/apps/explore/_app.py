@@ -3,6 +3,7 @@
 Everything that computes goes through one thread, in the order in which it was asked for.
 """
 
+import sys
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -146,9 +147,9 @@ def _points(body: dict[str, Any]) -> list[int]:
     return points
 
 
-def _label(body: dict[str, Any]) -> float:
+def _label(body: dict[str, Any]) -> int | float:
     label = body.get("label")
-    if type(label) not in (int, float) or not abs(label) < float("inf"):
+    if type(label) not in (int, float) or not abs(label) <= sys.float_info.max:
         raise Refused(400, "label must be a number")
     return label
 

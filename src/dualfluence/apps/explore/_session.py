@@ -29,6 +29,9 @@ MAX_EDITS = 1000
 """Edits that can be undone; each holds an `(n, c)` array or two, not a kernel."""
 
 
+BLOCK = 64
+"""Points left out at a time. A fixed number: all at once would compile anew after every removal."""
+
 KEPT = 8
 """Last models whose scores are kept, beside those of the first; `q·n` numbers each."""
 
@@ -81,7 +84,7 @@ class Session:
         """Leave points out, in one step."""
         return self._edited([Remove(points)], {"what": "remove", "points": points})
 
-    def relabel(self, points: list[int], label: float) -> dict[str, Any]:
+    def relabel(self, points: list[int], label: int | float) -> dict[str, Any]:
         """Give points one new label, in one step."""
         edit = Relabel(points, self._targets(len(points), label))
         return self._edited([edit], {"what": "relabel", "points": points, "label": label})
@@ -131,7 +134,8 @@ class Session:
         """Effects of leaving out each point, of the model of this version."""
 
         def compute() -> dict[str, Any]:
-            result = self.fitted.attribute(self.scene.xq, self.scene.yq, progress=False)
+            scene = self.scene
+            result = self.fitted.attribute(scene.xq, scene.yq, block_size=BLOCK, progress=False)
             return scores_of(self.scene, self.fitted, result)
 
         return self._once("scores", version, compute)
@@ -204,7 +208,7 @@ class Session:
         self._made += 1
         return Moment(self._made, fitted, shown, outputs)
 
-    def _targets(self, count: int, label: float) -> np.ndarray:
+    def _targets(self, count: int, label: int | float) -> np.ndarray:
         classes = self.scene.num_classes
         if classes and not (label == int(label) and 0 <= label < classes):
             raise ValueError(f"relabel: expected a class from 0 to {classes - 1}, got {label:g}.")
