@@ -94,13 +94,15 @@ def test_scores_are_those_of_the_library(session):
     assert (np.array(scores["said"]) == f.argmax(axis=1)).all()
 
 
-def test_scores_of_a_model_that_is_gone_are_refused(session):
-    version = session.state()["version"]
-    session.remove([0])
-    with pytest.raises(Stale):
-        session.scores(version)
+def test_scores_are_of_the_version_that_was_asked_for(session):
+    first = session.state()["version"]
+    second = session.remove([0])["version"]
+    assert session.scores(first)["version"] == first
+    assert session.scores()["version"] == second
+    assert session.scores(first)["own"] != session.scores()["own"]
     session.undo()
-    assert session.scores(version)["version"] == version
+    with pytest.raises(Stale):
+        session.scores(second)
 
 
 def test_groups_leave_out_what_is_left_of_them(session):

@@ -1,6 +1,7 @@
 """The page's routes: its files, and JSON behind a token. Nothing from the client names a file.
 
-Everything that computes goes through one thread, in the order in which it was asked for.
+Edits and previews go through one thread, in the order in which they came; scores go through another, so
+that an edit need not wait for those of the model before it.
 """
 
 import sys
@@ -32,11 +33,12 @@ Work = Callable[[], dict[str, Any]]
 
 
 class Service:
-    """A session and the thread that serves it."""
+    """A session and the threads that serve it."""
 
     def __init__(self, session: Session, token: str, max_body: int) -> None:
         self.session, self.token, self.max_body = session, token, max_body
-        self.worker = ThreadPoolExecutor(1, "explore")
+        self.editor = ThreadPoolExecutor(1, "editor")
+        self.reader = ThreadPoolExecutor(1, "reader")
 
     async def start(self, request: Request) -> Response:
         authorise(request, self.token)
@@ -52,12 +54,12 @@ class Service:
     async def scores(self, request: Request) -> Response:
         authorise(request, self.token)
         version = _version(request)
-        return await self._run(lambda: self.session.scores(version))
+        return await self._run(lambda: self.session.scores(version), self.reader)
 
     async def groups(self, request: Request) -> Response:
         authorise(request, self.token)
         version = _version(request)
-        return await self._run(lambda: self.session.groups(version))
+        return await self._run(lambda: self.session.groups(version), self.reader)
 
     async def certificate(self, request: Request) -> Response:
         authorise(request, self.token)
@@ -65,7 +67,7 @@ class Service:
 
     async def page(self, request: Request) -> Response:
         authorise(request, self.token)
-        text = await in_pool(self.worker, lambda: one_file(self.session.content()))
+        text = await in_pool(self.editor, lambda: one_file(self.session.content()))
         return HTMLResponse(text, headers=HEADERS)
 
     async def remove(self, request: Request) -> Response:
@@ -97,9 +99,9 @@ class Service:
         authorise(request, self.token)
         return await read_object(request, fields, self.max_body)
 
-    async def _run(self, work: Work) -> Response:
+    async def _run(self, work: Work, pool: ThreadPoolExecutor | None = None) -> Response:
         try:
-            return JSONResponse(await in_pool(self.worker, work), headers=HEADERS)
+            return JSONResponse(await in_pool(pool or self.editor, work), headers=HEADERS)
         except Stale as error:
             raise Refused(409, str(error)) from error
 
@@ -111,7 +113,8 @@ def make_app(session: Session, token: str, *, max_body: int = MAX_BODY) -> Starl
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
-        service.worker.shutdown(wait=True)
+        for pool in (service.editor, service.reader):
+            pool.shutdown(wait=True, cancel_futures=True)
 
     reads = (service.start, service.scores, service.groups, service.certificate, service.page)
     writes = (

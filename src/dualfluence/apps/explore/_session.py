@@ -54,11 +54,14 @@ class Moment:
 
 
 class Stale(Exception):
-    """What was asked for is of a model that is no longer the current one."""
+    """What was asked for is of a model that was undone."""
 
 
 class Session:
-    """The model as it is, with every one before it. Not safe for several threads at once."""
+    """The model as it is, with every one before it.
+
+    One thread may edit while another asks for scores, which are of a model that never changes.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self._made = scene, 0
@@ -132,26 +135,26 @@ class Session:
 
     def scores(self, version: int | None = None) -> dict[str, Any]:
         """Effects of leaving out each point, of the model of this version."""
+        scene = self.scene
 
-        def compute() -> dict[str, Any]:
-            scene = self.scene
-            result = self.fitted.attribute(scene.xq, scene.yq, block_size=BLOCK, progress=False)
-            return scores_of(self.scene, self.fitted, result)
+        def compute(fitted: Fitted) -> dict[str, Any]:
+            result = fitted.attribute(scene.xq, scene.yq, block_size=BLOCK, progress=False)
+            return scores_of(scene, fitted, result)
 
         return self._once("scores", version, compute)
 
     def groups(self, version: int | None = None) -> dict[str, Any]:
         """Effects of leaving out each group, less what was removed of it already."""
+        scene = self.scene
 
-        def compute() -> dict[str, Any]:
-            there = self.fitted.data.sample_weights > 0
-            left = {k: v[there[v]] for k, v in self.scene.named_groups.items()}
+        def compute(fitted: Fitted) -> dict[str, Any]:
+            there = fitted.data.sample_weights > 0
+            left = {k: v[there[v]] for k, v in scene.named_groups.items()}
             # A group that is all there is cannot be left out.
             left = {k: v for k, v in left.items() if 0 < v.size < there.sum()}
             if not left:
                 return {"names": [], "sizes": [], "mean": [], "sums": [], "effects": []}
-            scene = self.scene
-            return groups_of(self.fitted.attribute_groups(left, scene.xq, scene.yq, progress=False))
+            return groups_of(fitted.attribute_groups(left, scene.xq, scene.yq, progress=False))
 
         return self._once("groups", version, compute)
 
@@ -219,13 +222,13 @@ class Session:
         return np.full((count, 1), float(label))
 
     def _once(
-        self, name: str, version: int | None, compute: Callable[[], dict[str, Any]]
+        self, name: str, version: int | None, compute: Callable[[Fitted], dict[str, Any]]
     ) -> dict[str, Any]:
-        now = self.now
-        if version is not None and version != now.version:
-            raise Stale(
-                f"{name}: version {version} is not the current one, which is {now.version}."
-            )
-        if name not in now.kept:
-            now.kept[name] = {"version": now.version, **compute()}
-        return now.kept[name]
+        moments = self.moments[:]
+        found = [m for m in moments if version is None or m.version == version]
+        if not found:
+            raise Stale(f"{name}: version {version} was undone.")
+        moment = found[-1]
+        if name not in moment.kept:
+            moment.kept[name] = {"version": moment.version, **compute(moment.fitted)}
+        return moment.kept[name]

@@ -83,6 +83,7 @@ async function take(state) {
 async function act(ask) {
   if (app.busy || source.readOnly) return;
   app.busy = true;
+  clearTimeout(waiting); // a preview of points that may be gone by then
   document.body.setAttribute("aria-busy", "true");
   enable();
   try {
