@@ -151,7 +151,7 @@ def _points(body: dict[str, Any]) -> list[int]:
 
 
 def _label(body: dict[str, Any]) -> int | float:
-    label = body.get("label")
+    label: Any = body.get("label")
     if type(label) not in (int, float) or not abs(label) <= sys.float_info.max:
         raise Refused(400, "label must be a number")
     return label

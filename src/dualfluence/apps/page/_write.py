@@ -25,7 +25,7 @@ EXPORT = re.compile(r"^export ", re.MULTILINE)
 def static_files() -> dict[str, str]:
     """Name and text of every file that the page is made of."""
     names = ("index.html", "style.css", *MODULES)
-    folder = files(__package__) / "static"
+    folder = files(__name__.rpartition(".")[0]) / "static"
     return {name: (folder / name).read_text("utf-8") for name in names}
 
 
