@@ -3,21 +3,19 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
 
 from ...dual._fitted import Fitted
 from ...problem._edits import AbstractEdit, Relabel, Remove
-from ...unlearning._payload import digest_of
 from ..attribute._audit import isolation
-from ..compare._machine import describe_machine
 from ..page._scene import Scene
 from ..page._view import (
-    about,
+    action_of,
     answers_of,
     certificate_of,
+    document_of,
     groups_of,
     scores_of,
     state_of,
@@ -129,7 +127,7 @@ class Session:
         moment = self.moments[place]
         return {
             "version": moment.version,
-            "history": [each.action for each in self.moments[: place + 1]],
+            "history": self._history(place + 1),
             **state_of(self.scene, moment.fitted, moment.outputs),
         }
 
@@ -160,26 +158,7 @@ class Session:
 
     def certificate(self) -> dict[str, Any]:
         """The current model's certificate as a document of its own."""
-        fitted = self.fitted
-        removed = np.flatnonzero(fitted.data.sample_weights == 0).tolist()
-        return {
-            "format": "dualfluence-explore-certificate",
-            "version": 1,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "statement": (
-                "The model is at most distance_bound from the one that exact training on the edited "
-                "set would give, in the norm of its parameters (for a kernel: of its function space). "
-                "It is a statement on the model as described here, linear in its parameters; "
-                "distance_bound null means that there is none."
-            ),
-            "data": self.scene.name,
-            "model": {**about(self.scene), "sha256": digest_of(fitted)},
-            "removed": removed,
-            "history": [moment.action for moment in self.moments],
-            "certificate": certificate_of(fitted),
-            "stats": stats_of(fitted),
-            "machine": describe_machine(),
-        }
+        return document_of(self.scene, self.fitted, self._history(len(self.moments)))
 
     def content(self) -> dict[str, Any]:
         """Everything that a saved page holds."""
@@ -192,6 +171,9 @@ class Session:
             "certificate": self.certificate(),
         }
 
+    def _history(self, length: int) -> list[dict[str, Any]]:
+        return [moment.action for moment in self.moments[:length]]
+
     def _edited(self, edits: list[AbstractEdit], action: dict[str, Any]) -> dict[str, Any]:
         if len(self.moments) > MAX_EDITS:
             raise ValueError(f"{action['what']}: {MAX_EDITS} edits are kept; reset to begin again.")
@@ -203,13 +185,8 @@ class Session:
 
     def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Moment:
         outputs = np.asarray(fitted.predict(self.scene.xq))
-        shown = {
-            **action,
-            "seconds": fitted.stats.seconds,
-            "relative_bound": certificate_of(fitted)["relative_bound"],
-        }
         self._made += 1
-        return Moment(self._made, fitted, shown, outputs)
+        return Moment(self._made, fitted, action_of(fitted=fitted, **action), outputs)
 
     def _targets(self, count: int, label: int | float) -> np.ndarray:
         classes = self.scene.num_classes

@@ -24,6 +24,7 @@ class Scene:
     - `title`: what the model is, in a few words.
     - `groups`: name of the group of every training point, if the data has groups.
     - `notes`: what else the reader should know.
+    - `heading`: in place of the page's own, for a report; what is worth a look then comes first.
     """
 
     fitted: Fitted
@@ -33,6 +34,7 @@ class Scene:
     title: str
     groups: np.ndarray | None = None
     notes: tuple[str, ...] = ()
+    heading: str | None = None
 
     @cached_property
     def kind(self) -> Kind:

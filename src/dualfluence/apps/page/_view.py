@@ -4,6 +4,7 @@ The server sends them, and a saved page holds them; names are those that the pag
 """
 
 import base64
+from datetime import UTC, datetime
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +13,8 @@ import numpy as np
 from ..._version import __version__
 from ...dual._attribution import Attribution
 from ...dual._fitted import Fitted
+from ...unlearning._payload import digest_of
+from ..compare._machine import describe_machine
 from ._limits import limits
 from ._map import kernel_map
 from ._pictures import drawn
@@ -19,6 +22,12 @@ from ._scene import Scene
 
 MAX_POINTS = 5000
 """Points on one map; twice as many and browsers hesitate."""
+
+STATEMENT = (
+    "The model is at most distance_bound from the one that exact training on the edited set would give, "
+    "in the norm of its parameters (for a kernel: of its function space). It is a statement on the model "
+    "as described here, linear in its parameters; distance_bound null means that there is none."
+)
 
 
 def what_stays(scene: Scene, isolation: np.ndarray | None = None) -> dict[str, Any]:
@@ -28,6 +37,7 @@ def what_stays(scene: Scene, isolation: np.ndarray | None = None) -> dict[str, A
     return {
         "version": __version__,
         "name": scene.name,
+        "heading": scene.heading,
         "kind": scene.kind,
         "classes": list(map(str, range(scene.num_classes))),
         "model": about(scene),
@@ -133,6 +143,29 @@ def groups_of(result: Any) -> dict[str, Any]:
         "sums": _plain(result.sums.mean(axis=0)),
         "effects": np.asarray(result.values).tolist(),
     }
+
+
+def document_of(scene: Scene, fitted: Fitted, history: list[dict[str, Any]]) -> dict[str, Any]:
+    """A certificate as a document of its own: the bound, what it is about, and how it came to be."""
+    return {
+        "format": "dualfluence-explore-certificate",
+        "version": 1,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "statement": STATEMENT,
+        "data": scene.name,
+        "model": {**about(scene), "sha256": digest_of(fitted)},
+        "removed": np.flatnonzero(fitted.data.sample_weights == 0).tolist(),
+        "history": history,
+        "certificate": certificate_of(fitted),
+        "stats": stats_of(fitted),
+        "machine": describe_machine(),
+    }
+
+
+def action_of(what: str, fitted: Fitted, **more: Any) -> dict[str, Any]:
+    """A line of the history: what was done, how long it took, how near it came."""
+    bound = certificate_of(fitted)["relative_bound"]
+    return {"what": what, **more, "seconds": fitted.stats.seconds, "relative_bound": bound}
 
 
 def _plain(array: Any) -> list[Any] | None:

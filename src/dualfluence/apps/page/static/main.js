@@ -33,6 +33,7 @@ async function begin() {
   app.start = content.start;
   app.first = content.first;
   hangSheets(app.start);
+  if (app.start.heading) report(app.start.heading);
   at("main").hidden = false;
   at("readonly").hidden = !source.readOnly;
   at("why-not").hidden = !source.readOnly;
@@ -50,6 +51,13 @@ async function begin() {
   listen();
   app.query = firstWrong(content.state);
   await take(content.state);
+}
+
+/** A report has its own heading and begins with what is worth a look. */
+function report(heading) {
+  document.title = at("heading").textContent = heading;
+  document.body.classList.add("report");
+  at("main").prepend(at("findings-panel"));
 }
 
 /** The first query that the model gets wrong is the one to ask about. */
