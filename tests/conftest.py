@@ -118,9 +118,10 @@ def pytest_configure(config):
             raise pytest.UsageError(
                 f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
             )
-        default = "not slow and not gpu and not thorough and not frameworks"  # of pyproject.toml
+        # As in pyproject.toml.
+        default = "not slow and not gpu and not thorough and not frameworks and not browser"
         if config.option.markexpr == default:
-            config.option.markexpr = "not slow and not frameworks"
+            config.option.markexpr = "not slow and not frameworks and not browser"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,6 +29,9 @@ h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}.note{color:#444;font-
 .helpful{border-color:#0072B2}.harmful{border-color:#D55E00}.query{border-color:#111}
 .strip{display:grid;grid-template-columns:7rem 1fr;gap:.8rem;border-bottom:1px solid #ddd;padding:.8rem 0}
 .kind{font-size:.85rem;font-weight:600}.kind.helpful{color:#0072B2}.kind.harmful{color:#B34700}
+table{border-collapse:collapse;font-size:.9rem}
+th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}
+th:first-child,td:first-child{text-align:left}
 """
 
 
@@ -85,7 +88,7 @@ def _content(result: dict[str, Any]) -> dict[str, Any]:
         data.name,
         "A model",
         groups=groups,
-        notes=(_skill(result), _notes(result)),
+        notes=(_skill(result),),
         heading="Audit of a training set",
     )
     history = [action_of("fit", fitted)]
@@ -104,7 +107,10 @@ def _content(result: dict[str, Any]) -> dict[str, Any]:
 def _skill(result: dict[str, Any]) -> str:
     count, loss, right = len(result["data"].xq), result["query_loss"], result["accuracy"]
     answers = "" if right is None else f"{100 * right:.1f} % of them right, "
-    return f"Of all {count} queries: {answers}mean loss {loss:.3f}."
+    all_of_them = (
+        f"Of all {count} queries: {answers}mean loss {loss:.3f}. " if count > SHOWN else ""
+    )
+    return f"{all_of_them}It took {result['seconds']:.1f} s."
 
 
 def _order(values: np.ndarray) -> np.ndarray:

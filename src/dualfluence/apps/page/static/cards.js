@@ -1,4 +1,8 @@
-// Elements, and points as small pictures or rows of numbers.
+// Elements, and points as small pictures or columns of numbers.
+
+import { compact, number } from "./format.js";
+
+const MOST_NUMBERS = 4;
 
 /** An element with attributes, listeners (`onclick`) and children. */
 export function element(tag, attributes = {}, ...children) {
@@ -24,8 +28,9 @@ export function hangSheets(start) {
 export function picture(drawn, name, i) {
   const sheet = drawn.sheet;
   if (!sheet) {
-    const more = drawn.rows[i].length >= 6 ? " …" : "";
-    return element("span", { class: "numbers" }, drawn.rows[i].join("  ") + more);
+    const more = drawn.rows[i].length > MOST_NUMBERS ? ["…"] : [];
+    const lines = [...drawn.rows[i].slice(0, MOST_NUMBERS).map(compact), ...more];
+    return element("span", { class: "numbers" }, lines.join("\n"));
   }
   const made = element("span", { class: `picture ${name}${sheet.grey ? " grey" : ""}`, "aria-hidden": "true" });
   const column = i % sheet.columns;
@@ -57,8 +62,7 @@ export function pointCard(start, i, { top, bottom, kind = "", pressed, gone, tit
 
 /** A label as the page writes it. */
 export function labelText(label) {
-  if (Array.isArray(label)) return label.map((v) => v.toPrecision(2)).join(" ");
-  return Number.isInteger(label) ? String(label) : label.toPrecision(3);
+  return Array.isArray(label) ? label.map(compact).join(" ") : number(label, 3);
 }
 
 /** Offer text as a file. */

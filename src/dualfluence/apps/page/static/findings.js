@@ -6,8 +6,10 @@ import { count, number, signed } from "./format.js";
 const SHOWN = { suspicious: 24, harmful: 16, isolated: 16 };
 
 const WORDS = {
-  suspicious: "The model that never saw the point disagrees most with its label. Check these first.",
-  harmful: "Leaving one of these out lowers the mean loss of the queries most, by the number below.",
+  suspicious:
+    "The model that never saw the point disagrees most with its label. Check these first. Behind the arrow: what it " +
+    "says instead. The number is the loss of the label.",
+  harmful: "Leaving one of these out lowers the mean loss of the queries most. The number is the change.",
   isolated: "Nothing else in the set is like them: rare cases, or errors of measurement. 1 is alone, 0 has a twin.",
   groups:
     "Change of the queries' mean loss if a whole group were left out, beside the sum of what its points do one by one. " +

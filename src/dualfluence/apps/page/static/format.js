@@ -12,6 +12,13 @@ export function number(value, digits = 3) {
   return `${String(Number(mantissa)).replace("-", "−")} × 10${raised}`;
 }
 
+/** A feature in a few characters. */
+export function compact(value) {
+  const size = Math.abs(value);
+  const text = size >= 1000 ? value.toExponential(0) : value.toFixed(size >= 10 ? 1 : 2);
+  return text.replace("-", "−");
+}
+
 /** A change, with its sign. */
 export function signed(value, digits = 2) {
   return (value > 0 ? "+" : "") + number(value, digits);

@@ -179,7 +179,7 @@ function drawAll() {
     app.start.notes.map((note) => ` ${note}`).join("");
   at("foot").textContent =
     `dualfluence ${app.start.version} · ${model.loss} · λ = ${number(model.ridge)} · ${model.dtype}` +
-    (source.readOnly ? " · saved page" : " · served from this machine, nothing leaves it");
+    (source.readOnly ? " · saved page" : " · served by dualfluence explore");
   markQueries(app, at("queries"));
   drawAnswer(app);
   drawMap();
@@ -190,6 +190,7 @@ function drawAll() {
 }
 
 function drawScores() {
+  at("how").textContent = capital(app.scores.notes.join("; ")) + ".";
   drawStrips(app, pickCard);
   drawMap();
   drawPreview();
@@ -280,6 +281,8 @@ function drawSelection() {
     }),
   );
   at("selected-cards").replaceChildren(...cards);
+  const said = app.scores?.said;
+  if (points.length === 1 && said) at("label").value = said[points[0]]; // what it would be called without its label
   if (!points.length) at("preview").textContent = "";
   enable();
 }
@@ -336,7 +339,7 @@ function drawCertificate() {
   at("bound-words").textContent =
     bound === null
       ? "The network is not linear in its parameters: every number here is an estimate."
-      : "of the way that training went. So far, at most, is this model from one trained from scratch on what is left.";
+      : "of the way that training went: so far, at most, is this model from one trained from scratch on the set as it is now.";
   const facts = [
     ["distance bound", certificate.distance_bound === null ? "none" : number(certificate.distance_bound), "distance"],
     ["relative bound", bound === null ? "none" : number(bound), "relative"],

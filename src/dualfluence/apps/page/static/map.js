@@ -48,6 +48,7 @@ export class TrainingMap {
     const pixels = this.svg.clientWidth || WIDTH;
     this.unit = WIDTH / pixels;
     this.svg.style.setProperty("--unit", this.unit);
+    this.svg.style.setProperty("--glyph", `${Math.min(13, Math.max(8, 13 * Math.sqrt(500 / this.places.length)))}px`);
   }
 
   /** `look(i)` gives `{ fill, size }`; sets hold positions. */
