@@ -58,6 +58,12 @@ ON_THE_HOST = (
 
 THOROUGH = (
     "adapters/test_adapters_jax.py",
+    "apps/explore/test_explore_command.py",
+    "apps/explore/test_explore_page.py::test_the_map_needs",
+    "apps/explore/test_explore_routes.py::test_what_is_refused",
+    "apps/explore/test_explore_session.py::test_a_network",
+    "apps/explore/test_explore_session.py::test_numbers",
+    "apps/explore/test_explore_session.py::test_two_classes",
     "apps/test_bench_attribution.py",
     "apps/test_paper_forms.py",
     "apps/test_reproduce.py::test_a_damaged_piece",

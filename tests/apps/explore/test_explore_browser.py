@@ -12,6 +12,9 @@ import pytest
 import uvicorn
 
 import dualfluence as dfl
+from dualfluence.apps.attribute._audit import audit
+from dualfluence.apps.attribute._data import Data
+from dualfluence.apps.attribute._page import write_audit
 from dualfluence.apps.explore._app import make_app
 from dualfluence.apps.explore._run import save_page
 from dualfluence.apps.explore._session import Session
@@ -408,3 +411,25 @@ def test_a_saved_page_works_without_a_server(open_page, served, tmp_path):
     document = json.loads(Path(download.value.path()).read_text())
     assert document["certificate"] == session.certificate()["certificate"]
     assert all(r.startswith(("file:", "data:", "blob:")) for r in seen.requests)
+
+
+def test_the_report_of_an_audit_is_the_page(open_page, digits_scene, tmp_path):
+    fitted, xq, yq = digits_scene.fitted, digits_scene.xq, digits_scene.yq
+    y = np.asarray(fitted.data.targets).argmax(axis=1)
+    data = Data(np.asarray(fitted.x), y, xq, yq, "mnist-small")
+    result = audit(fitted.network, data, ridge=1e-2)
+    write_audit(result, tmp_path / "audit.html", tmp_path / "audit.csv")
+    seen = open_page((tmp_path / "audit.html").as_uri())
+    seen.settled()
+    assert seen.text("h1") == "Audit of a training set"
+    lists = {"suspicious": "suspicion", "isolated": "isolation", "harmful": "harm"}
+    for name, numbers in lists.items():
+        seen.page.check(f"#findings-choice input[value={name}]", force=True)
+        cards = seen.page.query_selector_all("#finding .card")
+        got = [int(card.get_attribute("data-point")) for card in cards]
+        want = np.argsort(-result[numbers], kind="stable")[: len(got)]
+        np.testing.assert_allclose(result[numbers][got], result[numbers][want], rtol=1e-9)
+        assert len(got) >= 8
+    seen.page.check("input[value=groups]", force=True)
+    for name in result["groups"].names:
+        assert name in seen.text("#finding")

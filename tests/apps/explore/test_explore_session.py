@@ -2,7 +2,9 @@
 
 import base64
 import json
+import warnings
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -182,3 +184,22 @@ def test_two_classes_by_one_output_are_classes():
     p = 1 / (1 + np.exp(-f))
     np.testing.assert_allclose(state["answers"], np.concatenate([1 - p, p], axis=1), rtol=1e-9)
     assert session.start["classes"] == ["0", "1"]
+
+
+def test_a_network_without_a_certificate_says_so():
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(10, 2)), rng.normal(size=(10, 1))
+
+    def network(params, x):
+        return jnp.tanh(x @ params["a"]) @ params["b"]
+
+    start = {"a": rng.normal(size=(2, 3)), "b": rng.normal(size=(3, 1))}
+    model = dfl.linearize(network, start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is far from stationary, which is not the point here
+        fitted = dfl.from_trained(model, start, x, y, loss=dfl.SquaredError(), ridge=0.5)
+    session = Session(Scene(fitted, x[:3], y[:3], "numbers", "A small network"))
+    state = json.loads(json.dumps(session.remove([1]), allow_nan=False))
+    assert state["certificate"]["distance_bound"] is None
+    assert state["history"][-1]["relative_bound"] is None
+    assert "no certificate" in session.start["limits"][0]
