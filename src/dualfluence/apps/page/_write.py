@@ -6,7 +6,17 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-MODULES = ("format.js", "source.js", "cards.js", "map.js", "query.js", "findings.js", "main.js")
+MODULES = (
+    "format.js",
+    "source.js",
+    "cards.js",
+    "colours.js",
+    "map.js",
+    "panels.js",
+    "query.js",
+    "findings.js",
+    "main.js",
+)
 """In the order in which one uses another; a saved page holds them one after the other."""
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}

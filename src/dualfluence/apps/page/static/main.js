@@ -1,13 +1,14 @@
 // The page: one state, drawn anew after every answer.
 
 import { element, hangSheets, labelText, offer, picture, pointCard } from "./cards.js";
+import { colouring } from "./colours.js";
 import { drawFinding } from "./findings.js";
 import { count, duration, listed, number, percent, signed } from "./format.js";
 import { TrainingMap } from "./map.js";
+import { drawCertificate, drawHistory } from "./panels.js";
 import { changedAnswers, drawAnswer, drawQueries, drawStrips, markQueries, summary } from "./query.js";
 import { makeSource } from "./source.js";
 
-const CLASS_COLOURS = 10; // colours in the style sheet; the label itself is written on the map
 const PATIENCE = 120; // milliseconds without a new selection before its effect is asked for
 const MOST_CARDS = 12;
 
@@ -98,6 +99,7 @@ async function act(ask) {
     const state = await ask();
     at("trouble").hidden = true;
     take(state);
+    say(summary(app, state));
   } catch (error) {
     tell(error);
   } finally {
@@ -184,8 +186,8 @@ function drawAll() {
   drawAnswer(app);
   drawMap();
   drawSelection();
-  drawCertificate();
-  drawHistory();
+  drawCertificate(app);
+  drawHistory(app);
   enable();
 }
 
@@ -197,7 +199,8 @@ function drawScores() {
 }
 
 function drawMap() {
-  const { look, legend } = colouring();
+  const by = document.querySelector("input[name=colour]:checked").value;
+  const { look, legend } = colouring(app, by);
   map.draw({
     labels: app.state.labels,
     kind: app.start.kind,
@@ -209,44 +212,6 @@ function drawMap() {
   const [one, two] = app.start.points.share;
   at("legend").textContent =
     `${legend} Axes: the first two principal components of the kernel, ${percent(one)} and ${percent(two)} of its variance.`;
-}
-
-/** Colour and size of every point, and what they mean. Size says the same as colour. */
-function colouring() {
-  const by = document.querySelector("input[name=colour]:checked").value;
-  if (by === "label" && app.start.kind !== "number") {
-    const look = (i) => ({ fill: `var(--class-${app.state.labels[i] % CLASS_COLOURS})`, size: 1 });
-    return { look, legend: "Each point is written as its label." };
-  }
-  if (by === "label") {
-    const values = app.state.labels.map((label) => (Array.isArray(label) ? label[0] : label));
-    return { look: scaled(values), legend: "Larger and warmer: a larger target." };
-  }
-  if (!app.scores) return { look: () => ({ fill: "var(--quiet)", size: 1 }), legend: "Leaving out every point …" };
-  if (by === "effect") {
-    const effects = app.scores.effects[app.query];
-    const most = Math.max(...effects.map(Math.abs), 1e-30);
-    const look = (i) => {
-      const share = Math.sqrt(Math.abs(effects[i]) / most);
-      const end = effects[i] >= 0 ? "--helpful" : "--harmful";
-      return { fill: `color-mix(in oklab, var(${end}) ${100 * share}%, var(--quiet))`, size: 0.75 + 0.75 * share };
-    };
-    return { look, legend: `Blue helps query ${app.query}, orange harms it; larger is stronger.` };
-  }
-  const words = {
-    own: "Larger and warmer: more self-influence, held up by nothing but itself.",
-    without: "Larger and warmer: a higher loss under the model trained without the point.",
-  };
-  return { look: scaled(app.scores[by]), legend: words[by] };
-}
-
-function scaled(values) {
-  const low = Math.min(...values);
-  const high = Math.max(...values);
-  return (i) => {
-    const share = high > low ? Math.sqrt((values[i] - low) / (high - low)) : 0;
-    return { fill: `color-mix(in oklab, var(--high) ${100 * share}%, var(--low))`, size: 0.8 + 0.6 * share };
-  };
 }
 
 function inspect(i, spoken = false) {
@@ -330,47 +295,6 @@ function wholeGroup(points) {
     return members.length === points.length && members.every((i) => app.selected.has(i));
   });
   return found < 0 ? null : found;
-}
-
-function drawCertificate() {
-  const { certificate, stats } = app.state;
-  const bound = certificate.relative_bound;
-  at("bound").textContent = bound === null ? "no certificate" : `≤ ${percent(bound)}`;
-  at("bound-words").textContent =
-    bound === null
-      ? "The network is not linear in its parameters: every number here is an estimate."
-      : "of the way that training went: so far, at most, is this model from one trained from scratch on the set as it is now.";
-  const facts = [
-    ["distance bound", certificate.distance_bound === null ? "none" : number(certificate.distance_bound), "distance"],
-    ["relative bound", bound === null ? "none" : number(bound), "relative"],
-    ["converged", stats.converged ? "yes" : "no", "converged"],
-    ["steps", String(stats.steps), "steps"],
-    ["time", duration(stats.seconds), "time"],
-  ];
-  at("facts").replaceChildren(
-    ...facts.map(([name, value, id]) => element("div", {}, element("dt", {}, name), element("dd", { id: `fact-${id}` }, value))),
-  );
-}
-
-function drawHistory() {
-  const words = {
-    fit: () => `Fitted to ${count(app.start.model.points, "point")}`,
-    remove: (a) => `Removed ${listed(a.points)}`,
-    relabel: (a) => `Relabelled ${listed(a.points)} as ${labelText(a.label)}`,
-    step: () => "One more step",
-  };
-  const items = app.state.history.map((action) => {
-    const bound = action.relative_bound === null ? "" : ` · ≤ ${percent(action.relative_bound)}`;
-    return element("li", {}, words[action.what](action), element("span", { class: "small" }, `${duration(action.seconds)}${bound}`));
-  });
-  at("history").replaceChildren(...items);
-  const change = changeSinceFit();
-  if (change) say(change);
-}
-
-function changeSinceFit() {
-  if (app.state.version === app.first.version || app.start.kind === "number") return "";
-  return `${changedAnswers(app.first, app.state)} of ${count(app.state.losses.length, "answer")} changed. ${summary(app, app.state)}`;
 }
 
 async function showFinding() {
