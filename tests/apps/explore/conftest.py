@@ -28,6 +28,12 @@ def digits_scene():
     return Scene(fitted, xq, yq, "mnist-small", "A network 784-24-10")
 
 
+@pytest.fixture(scope="session")
+def edited():
+    """What the page promises of an edit: one step, and further ones above 1 %."""
+    return lambda model, *edits: model.edit(list(edits), drift=1e-2, progress=False)
+
+
 @pytest.fixture
 def session(digits_scene):
     return Session(digits_scene)

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from ...dual._fitted import Fitted
+from ...dual._record import OnFailure
+from ...dual._update import Update
 from ...problem._edits import AbstractEdit, Relabel, Remove
 from ..attribute._audit import isolation
 from ..page._scene import Scene
@@ -32,6 +34,14 @@ BLOCK = 64
 
 KEPT = 8
 """Last models whose scores are kept, beside those of the first; `q·n` numbers each."""
+
+
+DRIFT = 1e-2
+"""Relative bound above which an edit takes further steps, as at a desk of requests."""
+
+SETTLED = 1e-6
+"""Relative bound from which scores are taken. Leaving a point out is one step; farther from the optimum,
+that step would be mostly what the edits before it left undone."""
 
 
 @dataclass(eq=False)
@@ -82,11 +92,11 @@ class Session:
             self.preview([int(there[0])])
 
     def remove(self, points: list[int]) -> dict[str, Any]:
-        """Leave points out, in one step."""
+        """Leave points out, in one step or as many as `DRIFT` asks for."""
         return self._edited([Remove(points)], {"what": "remove", "points": points})
 
     def relabel(self, points: list[int], label: int | float) -> dict[str, Any]:
-        """Give points one new label, in one step."""
+        """Give points one new label, likewise."""
         edit = Relabel(points, self._targets(len(points), label))
         return self._edited([edit], {"what": "relabel", "points": points, "label": label})
 
@@ -109,7 +119,7 @@ class Session:
     def preview(self, points: list[int]) -> dict[str, Any]:
         """What leaving points out would do. Nothing changes."""
         start = time.perf_counter()
-        update = self.fitted.edit(Remove(points), progress=False)
+        update = _edit(self.fitted, [Remove(points)], DRIFT)
         outputs = np.asarray(update.predict(self.scene.xq))
         return {
             "version": self.now.version,
@@ -177,7 +187,7 @@ class Session:
     def _edited(self, edits: list[AbstractEdit], action: dict[str, Any]) -> dict[str, Any]:
         if len(self.moments) > MAX_EDITS:
             raise ValueError(f"{action['what']}: {MAX_EDITS} edits are kept; reset to begin again.")
-        fitted = self.fitted.edit(edits, progress=False).commit()
+        fitted = _edit(self.fitted, edits, DRIFT if edits else None).commit()
         self.moments.append(self._moment(fitted, action))
         for moment in self.moments[1:-KEPT]:
             moment.kept.clear()
@@ -207,5 +217,21 @@ class Session:
             raise Stale(f"{name}: version {version} was undone.")
         moment = found[-1]
         if name not in moment.kept:
-            moment.kept[name] = {"version": moment.version, **compute(moment.fitted)}
+            settled = _settled(moment.fitted)
+            moment.kept[name] = {"version": moment.version, **compute(settled)}
         return moment.kept[name]
+
+
+def _edit(
+    fitted: Fitted, edits: list[AbstractEdit], drift: float | None, *, failing: OnFailure = "raise"
+) -> Update[Fitted]:
+    drift = drift if fitted.certificate.certified else None
+    return fitted.edit(edits, drift=drift, on_failure=failing, progress=False)
+
+
+def _settled(fitted: Fitted) -> Fitted:
+    """The same model at its optimum, or as near to it as rounding lets it come."""
+    cert = fitted.certificate
+    if not cert.certified or cert.relative_bound <= SETTLED or cert.at_floor:
+        return fitted
+    return _edit(fitted, [], SETTLED, failing="report").commit()

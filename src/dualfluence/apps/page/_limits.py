@@ -7,8 +7,9 @@ def limits(fitted: Fitted) -> list[str]:
     """One sentence each; what holds for this model comes first."""
     return [
         *_about_the_model(fitted),
-        "One step is the influence function: an estimate, unless the loss is squared error. The "
-        "certificate bounds its distance to retraining; more steps close it.",
+        "An edit takes one step, the influence function, and further ones where its bound exceeds 1 %. It is "
+        "an estimate, unless the loss is squared error; the certificate bounds its distance to retraining, "
+        "and more steps close it.",
         "Rounding is part of the bound as an estimate, not as a proof.",
         "The strips and the colours leave out one point at a time. Points that are alike stand in "
         "for each other: leaving out several is not the sum of leaving out each.",
