@@ -78,6 +78,12 @@ def test_a_preview_is_the_removal_and_changes_nothing(session):
     assert session.remove([7, 8])["losses"] == preview["losses"]
 
 
+def test_warming_up_changes_nothing(session):
+    before = session.state()
+    session.warm_up()
+    assert session.state() == before
+
+
 def test_scores_are_those_of_the_library(session, edited):
     session.remove([11])
     scene, scores = session.scene, session.scores()

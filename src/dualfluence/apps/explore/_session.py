@@ -89,7 +89,9 @@ class Session:
         """Compile what the first edit would wait for. Nothing changes."""
         there = np.flatnonzero(self.fitted.data.sample_weights > 0)
         if there.size > 1:
-            self.preview([int(there[0])])
+            # One step, then as many as it takes: both are programs of their own.
+            update = _edit(self.fitted, [Remove(there[:1])], SETTLED, failing="report")
+            update.predict(self.scene.xq)
 
     def remove(self, points: list[int]) -> dict[str, Any]:
         """Leave points out, in one step or as many as `DRIFT` asks for."""
