@@ -58,6 +58,12 @@ ON_THE_HOST = (
 
 THOROUGH = (
     "adapters/test_adapters_jax.py",
+    "apps/explore/test_explore_command.py",
+    "apps/explore/test_explore_page.py::test_the_map_needs",
+    "apps/explore/test_explore_routes.py::test_what_is_refused",
+    "apps/explore/test_explore_session.py::test_a_network",
+    "apps/explore/test_explore_session.py::test_numbers",
+    "apps/explore/test_explore_session.py::test_two_classes",
     "apps/test_bench_attribution.py",
     "apps/test_paper_forms.py",
     "apps/test_reproduce.py::test_a_damaged_piece",
@@ -118,9 +124,10 @@ def pytest_configure(config):
             raise pytest.UsageError(
                 f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
             )
-        default = "not slow and not gpu and not thorough and not frameworks"  # of pyproject.toml
+        # As in pyproject.toml.
+        default = "not slow and not gpu and not thorough and not frameworks and not browser"
         if config.option.markexpr == default:
-            config.option.markexpr = "not slow and not frameworks"
+            config.option.markexpr = "not slow and not frameworks and not browser"
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..attribute._commands import register as register_attribute
+from ..explore._commands import register as register_explore
 from ..serve._commands import register as register_serve
 
 if TYPE_CHECKING:
@@ -245,3 +246,4 @@ def _demo_table(result: dict[str, Any]) -> "Table":
 # Commands that live with what they show; their modules import what is heavy when they run.
 register_attribute(app)
 register_serve(app)
+register_explore(app)
