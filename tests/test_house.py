@@ -30,6 +30,7 @@ ORDER = [
     "unlearning",
     "adapters",
     "apps",
+    "_public",
     "__init__ __main__",
     "",
 ][1:-1]

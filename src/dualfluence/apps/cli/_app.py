@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="What would this model be if some training points had been different?",
     no_args_is_help=True,
-    add_completion=False,
 )
 GIB = 2**30
 MAX_SEED = 2**32 - 1
