@@ -1,6 +1,7 @@
 """Effects of leaving points or groups out, streamed over queries and points."""
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for a block of queries or of left-out points."""
+
+FAR_FROM_OPTIMUM = 1e-3
+"""Certified distance over `‖θ − θ₀‖` past which the result says that the model is not at its optimum. One
+point of a thousand moves it by about as much."""
 
 COPIES = 8
 """Arrays as large as a block's dual variables that a step holds at its peak."""
@@ -330,6 +335,13 @@ def _notes(
     bounds: np.ndarray,
 ) -> tuple[str, ...]:
     notes = [form]
+    own = fitted.certificate
+    far = own.gradient_norm / max(own.ridge * own.parameter_norm, sys.float_info.min)
+    if far > FAR_FROM_OPTIMUM and not first_order:
+        notes.append(
+            f"the model is up to {far:.1g} of ‖θ − θ₀‖ from its optimum, and every effect includes the way "
+            "there; edit(until=...) or retrain first"
+        )
     if first_order:
         notes.append("first order: neither leverage nor the renormalised mean is accounted for")
     elif refine is None:
