@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -114,6 +114,12 @@ class Trajectory:
         """An adapted model says itself which parameters count."""
         given: Any = self.apply_fn
         if as_network(given) is not given:
+            if given.scale is not None:
+                raise ValueError(
+                    "Trajectory: the adapted model has a scale, which is of a ridge that training had; "
+                    "here the ridge stands for training that stopped. Give the model without it, and "
+                    "the optimiser's own diagonal as preconditioner."
+                )
             object.__setattr__(self, "trainable", self.trainable or given.trainable)
             object.__setattr__(self, "apply_fn", given.apply_fn)
 
@@ -142,41 +148,14 @@ class Trajectory:
         _check_same_tree(f"preconditioner {k}", diagonal, params)
         if any(bool((jnp.asarray(leaf) < 0).any()) for leaf in jax.tree.leaves(diagonal)):
             raise ValueError(f"Trajectory: preconditioner {k} has negative entries.")
-        roots = jax.tree.map(
-            lambda d, p: jnp.sqrt(jnp.asarray(d)).astype(p.dtype), diagonal, params
-        )
-        zero = jax.tree.map(jnp.zeros_like, params)
-        inner = self.trainable
-
-        def moves(path: tuple[Any, ...], leaf: Any) -> bool:
-            first = path[0].key == "move"
-            return first and (inner is None or inner(path[1:], leaf))
-
-        packed = {"base": params, "move": zero, "scale": roots}
-        return linearize(_Scaled.of(self.apply_fn), packed, trainable=moves)
+        model = linearize(self.apply_fn, params, trainable=self.trainable)
+        rows = zip(jax.tree.leaves(diagonal), jax.tree.leaves(params), model.trainable, strict=True)
+        scale = tuple(jnp.asarray(d).astype(p.dtype) for d, p, used in rows if used)
+        return replace(model, scale=scale).in_scale()
 
     def attribute(self, x: Any, y: Any, xq: Any, yq: Any = None, **options: Any) -> Attribution:
         """Scores of every training point for every query; see `attribute_runs`."""
         return attribute_runs([self], x, y, xq, yq, **options)
-
-
-class _Scaled:
-    """`apply_fn(θ + P^{1/2}φ, x)` as a function of `φ`; one object per network, to compile once."""
-
-    _kept: dict[Any, "_Scaled"] = {}  # noqa: RUF012
-
-    def __init__(self, apply_fn: Callable[..., Any]) -> None:
-        self.apply_fn = apply_fn
-
-    @classmethod
-    def of(cls, apply_fn: Callable[..., Any]) -> "_Scaled":
-        return cls._kept.setdefault(apply_fn, cls(apply_fn))
-
-    def __call__(self, packed: PyTree, x: Array) -> Array:
-        moved = jax.tree.map(
-            lambda b, s, m: b + s * m, packed["base"], packed["scale"], packed["move"]
-        )
-        return self.apply_fn(moved, x)
 
 
 def attribute_runs(

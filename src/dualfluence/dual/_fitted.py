@@ -148,7 +148,7 @@ class Fitted(TrainedModel):
             raise ValueError(
                 "with_jacobian: rows on a mesh are read out where they live, without J."
             )
-        model, rows = self.network, self.data.num_points * self.num_outputs
+        model, rows = self._network, self.data.num_points * self.num_outputs
         size = jnp.dtype(model.dtype).itemsize
         needed, hint = rows * model.num_params * size, "Go without it."
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
@@ -191,7 +191,7 @@ class Fitted(TrainedModel):
             kernel_diagonal=fitted.kernel_diagonal,
             preconditioner=fitted.preconditioner,
             reference=self.reference,
-            tangent_params=None if self.reference is None else self.network.params,
+            tangent_params=None if self.reference is None else self._network.params,
             loss=self.loss,
             ridge=self.ridge,
             records={

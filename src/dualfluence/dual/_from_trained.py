@@ -91,6 +91,7 @@ def from_trained(
     ridge, options = check_ridge(ridge), kernel_options("from_trained", kernel)
     clock = Clock()
     model = model.bound(x)
+    trained_params = model.enter(trained_params)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent
     at_theta = replace(model, params=trained_params)

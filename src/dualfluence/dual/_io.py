@@ -14,6 +14,7 @@ from .._support.checks import check_finite, check_ridge
 from .._support.options import check_loss, check_path, check_progress, maybe
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
+from ..kernels._scale import Shifted
 from ..losses import AbstractLoss
 from ..models._options import FORMS, check_operator
 from ..models._sources import AbstractSource, as_source
@@ -313,7 +314,19 @@ def _parameters(own: PyTree, content: Content, kind: str) -> PyTree:
         )
     stored = {name: jnp.asarray(array) for name, array in found.items()}
     both = [stored.get(f"{kind}_{i}", leaf) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(treedef, both)
+    params = jax.tree.unflatten(treedef, both)
+    if isinstance(own, Shifted):
+        _check_scale(own, params)
+    return params
+
+
+def _check_scale(own: Shifted, stored: Shifted) -> None:
+    pairs = zip(jax.tree.leaves(own.roots), jax.tree.leaves(stored.roots), strict=True)
+    if not all(np.array_equal(a, b) for a, b in pairs):
+        raise ValueError(
+            "load: this model is not the one that was saved: it has another scale. Give linearize the "
+            "scale that it had."
+        )
 
 
 def _operator(

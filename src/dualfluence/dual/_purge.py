@@ -37,7 +37,7 @@ def purged(model: Trained) -> Trained:
     alpha = jnp.where((data.sample_weights > 0)[:, None], base.state.alpha, 0)
     reference, pre = model.reference, model.preconditioner
     if reference is not None:
-        reference = replace(reference, params=model.params(), alpha=alpha)
+        reference = replace(reference, params=model._entered_params(), alpha=alpha)
     if isinstance(pre, SpectralPreconditioner):
         again = Sketch(pre.features.shape[2])
         pre, _ = make_preconditioner(source, data.x, op, CG(), again)

@@ -240,6 +240,7 @@ def _check_linear(model: Linearized, x: Array) -> None:
     model.apply_shape(x)
     if model.anchor != "zero":
         return
+    model = model.plain(x)
     theta, frozen = model.split(model.params)
     probe, few = random_like(theta, seed=0), x[:4]
     actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)

@@ -16,12 +16,13 @@ from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.progress import ProgressFn
-from .._support.trees import is_floating
+from .._support.trees import is_floating, tree_norm
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block
 from ._params import leaf_name, split_params, statistics
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
+from ._scale import InScale, Shifted, check_scale, shifted, split_leaves, weighted
 from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
 
 ApplyFn = Callable[[Any, Any], Array]
@@ -39,6 +40,10 @@ class Linearized(eqx.Module):
 
     Made by `linearize`. All products run in batches of points, so that memory is that of one batch
     and one parameter vector.
+
+    `scale` is the `P` of `linearize`, for each trainable leaf a number, an array like it, or `None`
+    for 1; `None` alone where every leaf has 1. Kernels are those of `P`; `jvp`, `vjp` and `jacobian`
+    are products with `J` itself.
     """
 
     apply_fn: ApplyFn = eqx.field(static=True)
@@ -47,13 +52,17 @@ class Linearized(eqx.Module):
     batch_size: int | None = eqx.field(static=True)
     anchor: str = eqx.field(static=True, default="params")
     held: tuple[str, ...] = eqx.field(static=True, default=())
+    scale: tuple[Any, ...] | None = None
 
     def bound(self, x: Any) -> "Linearized":
         """The model with what `apply_fn` closes over as it is now, for points like those of `x`.
 
         Everything that keeps a model or its compiled programs keeps a bound one: see `Snapshot`. A
         bound model stays as it is; where `apply_fn` fails, so does this one, for `apply_shape` to say.
+        One with a scale comes `in_scale`.
         """
+        if self.scale is not None:
+            return self.in_scale().bound(x)
         if isinstance(self.apply_fn, Snapshot) or x is None or isinstance(x, Tracer):
             return self
         try:  # x as it came: what is no array is refused later, by name
@@ -73,10 +82,63 @@ class Linearized(eqx.Module):
             return fn
         return take_snapshot(fn, self.params, x)
 
+    def in_scale(self) -> "Linearized":
+        """The same network as a function of `φ` in `θ = θ₀ + P^{1/2}φ`, with a plain ridge.
+
+        Its parameters are `Shifted`; `enter` and `leave` go from `θ` to these and back. Everything
+        behind `fit` works on it, so that no other code needs to know of scales.
+        """
+        if self.scale is None:
+            return self
+        fn = self.apply_fn.fn if isinstance(self.apply_fn, Snapshot) else self.apply_fn
+        params = shifted(self.params, self.trainable, self.scale)
+        return replace(self, apply_fn=InScale(fn), params=params, trainable=params.mask, scale=None)
+
+    def out_of_scale(self) -> "Linearized":
+        """The network as `linearize` made it, whose parameters are `θ`: undoes `in_scale`."""
+        if not isinstance(self.params, Shifted):
+            return self
+        own, fn = self.params, self.apply_fn
+        fn = fn.fn if isinstance(fn, Snapshot) else fn
+        assert isinstance(fn, InScale)
+        scale = tuple(None if root is None else root**2 for root in own.roots)
+        return replace(
+            self, apply_fn=fn.fn, params=own.params(), trainable=own.trainable, scale=scale
+        )
+
+    def plain(self, x: Any) -> "Linearized":
+        """The network without any scale, bound: what is said of `f` itself is tested on it."""
+        if self.scale is None and not isinstance(self.params, Shifted):
+            return self
+        return replace(self.out_of_scale(), scale=None).bound(x)
+
+    def enter(self, params: PyTree) -> PyTree:
+        """Parameters `θ` in the form that this model takes."""
+        return self.params.at(params) if isinstance(self.params, Shifted) else params
+
+    def leave(self, params: PyTree) -> PyTree:
+        """`θ`, from parameters in the form that this model takes."""
+        return params.params() if isinstance(params, Shifted) else params
+
+    def leave_step(self, step: PyTree) -> PyTree:
+        """`Δθ` with `None` in the place of other leaves, from a step of the trainable leaves."""
+        return self.params.spread(step.move) if isinstance(self.params, Shifted) else step
+
+    def norm(self, step: PyTree) -> Float[Array, ""]:
+        """`‖Δθ‖` of a step of the trainable leaves, in the norm `P⁻¹` that certificates speak of.
+
+        `split(params)[0]` has such leaves; without a scale it is the norm of all numbers.
+        """
+        return tree_norm(step if self.scale is None else weighted(step, self.scale))
+
+    def distance(self, params_a: PyTree, params_b: PyTree) -> float:
+        """`‖θ_a − θ_b‖` over the trainable leaves, in the norm `P⁻¹` that certificates speak of."""
+        a, b = self.split(params_a)[0], self.split(params_b)[0]
+        return float(self.norm(jax.tree.map(jnp.subtract, a, b)))
+
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Trainable leaves and the rest, each with `None` in the other's places."""
-        treedef = jax.tree.structure(params)
-        return eqx.partition(params, jax.tree.unflatten(treedef, self.trainable))
+        return split_leaves(params, self.trainable)
 
     def batch(self, x: Shaped[Array, "n ..."]) -> int:
         """Points per batch, equal in size so that little is padding.
@@ -132,25 +194,34 @@ class Linearized(eqx.Module):
         progress: bool | ProgressFn = True,
         **options: Any,
     ) -> Float[Array, "..."]:
-        """`J(x1) J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
+        """`J(x1) P J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
 
         `options` are those of `kernels.empirical_kernel`, e.g. `flat=True` for `(n1·c, n2·c)`.
         """
-        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
-        apply_fn = self.bound(x1).apply_fn
+        model = self.bound(x1)
         with jax.default_matmul_precision(PRECISION):
             return empirical_kernel(
-                apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
+                model.apply_fn,
+                model.params,
+                x1,
+                x2,
+                trainable=model._mask(),
+                progress=progress,
+                **options,
             ).value
 
     def kernel_block(self, x1: Array, x2: Array) -> Float[Array, "n1 c n2 c"]:
-        """`J(x1) J(x2)ᵀ` in one piece, for use inside other compiled functions."""
-        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
+        """`J(x1) P J(x2)ᵀ` in one piece, for use inside other compiled functions."""
+        own = self.in_scale()
         with jax.default_matmul_precision(PRECISION):
-            return kernel_block(self.apply_fn, self.params, x1, x2, trainable=mask)
+            return kernel_block(own.apply_fn, own.params, x1, x2, trainable=own._mask())
+
+    def _mask(self) -> PyTree:
+        """`trainable` in the tree of the parameters."""
+        return jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
 
     def kernel_diagonal(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
-        """`‖∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
+        """`‖P^{1/2} ∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
         model = self.bound(x)
         model.apply_shape(x)
         return _diagonal(model, x)
@@ -206,8 +277,7 @@ class Linearized(eqx.Module):
         apart = _GUARDS.get((now, self.trainable))
         if apart is not None and apart.proven:
             return
-        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
-        split, leaves, rest = split_params(self.params, mask)
+        split, leaves, rest = split_params(self.params, self._mask())
         with jax.default_matmul_precision(PRECISION):
             if apart is None:
 
@@ -233,6 +303,8 @@ class Linearized(eqx.Module):
         notes: tuple[str, ...] = ()
         if self.held:
             notes += (f"statistics held fixed, not trained: {', '.join(self.held)}",)
+        if isinstance(self.params, Shifted):
+            notes += self.params.notes
         fn, eps = self.apply_fn, self.arithmetic_eps
         if isinstance(fn, Snapshot) and eps > float(jnp.finfo(self.dtype).eps):
             name, own = fn.arithmetic.name, jnp.dtype(self.dtype).name
@@ -289,12 +361,18 @@ def linearize(
     anchor: str = "params",
     trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
     batch_size: int | None = None,
+    scale: Any = None,
 ) -> Linearized:
     r"""Linearise any JAX function of a parameter pytree at `params`.
 
     The ridge of `fit` then pulls towards `params`: $\frac{\lambda}{2}\|\theta-\theta_0\|^2$.
     For a model that is linear in its parameters, `anchor="zero"` gives the usual
     $\frac{\lambda}{2}\|\theta\|^2$ instead (paper, section 3.4); `fit` checks that it is linear.
+
+    With a `scale`, $P$ on the diagonal, the ridge is
+    $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$: a parameter with a large scale is hardly pulled.
+    The kernel is then $JPJ^\top$, parameters are $\theta_0+PJ^\top\alpha$, and every norm and distance of
+    parameters that a fit, an edit or a certificate states is that of $P^{-1}$.
 
     **Arguments:**
 
@@ -308,6 +386,10 @@ def linearize(
     - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer; it has the
       last word on statistics too.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
+    - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (hardly
+      pulled at all: 1e7, in float32 1e3) or an array like the leaf; or a rule `(path, leaf) -> ` one
+      of these. One number for a leaf keeps its kernel as fast as without; an array makes the kernel
+      form this leaf's Jacobian.
     """
     check_function("linearize: apply_fn", apply_fn, "of (params, x)")
     check_choice("linearize: anchor", anchor, ("params", "zero"))
@@ -346,4 +428,5 @@ def linearize(
     if anchor == "zero":
         arrays = [jnp.zeros_like(a) if used else a for a, used in zip(arrays, mask, strict=True)]
     params = jax.tree.unflatten(treedef, arrays)
-    return Linearized(apply_fn, params, mask, batch_size, anchor, held)
+    scales = check_scale(scale, params, mask)
+    return Linearized(apply_fn, params, mask, batch_size, anchor, held, scales)

@@ -37,7 +37,7 @@ class AbstractSource(eqx.Module):
 
     @property
     def network(self) -> Linearized | None:
-        """The linearised network behind the kernel, if there is one."""
+        """The linearised network behind the kernel, if there is one, in the scale of its ridge."""
         return None
 
     @property
@@ -114,11 +114,10 @@ class AbstractSource(eqx.Module):
     def moved_params(
         self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
     ) -> PyTree:
-        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are."""
+        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are, as `θ` for the user."""
         assert self.network is not None
-        theta, frozen = self.network.split(params)
         step = self.pull_back(x, v if since is None else v - since)
-        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+        return _moved(self.network, params, step)
 
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
@@ -158,7 +157,7 @@ class AbstractSource(eqx.Module):
 class NetworkSource(AbstractSource):
     """A linearised network; queries go through `J(x_q)(Jᵀv)`, so no cross kernel is ever formed."""
 
-    model: Linearized
+    model: Linearized = eqx.field(converter=Linearized.in_scale)
 
     @property
     def network(self) -> Linearized:
@@ -467,4 +466,4 @@ def moved_params(
 
 def _moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
     theta, frozen = model.split(params)
-    return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+    return model.leave(eqx.combine(jax.tree.map(jnp.add, theta, step), frozen))

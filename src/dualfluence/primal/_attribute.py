@@ -82,8 +82,9 @@ def attribute(
     linearised = check_flag("attribute: linearised", linearised)
     check_on_failure("attribute", on_failure)
     solver = check_primal_solver("attribute", CG() if solver is None else solver)
-    model = model.bound(x)
     theta = check_params("attribute: params", model, params)
+    model = model.bound(x)
+    theta = model.enter(theta)
     data = _training_set(model, x, y, weights, loss)
     queries = check_queries(xq, data.x)
     c = model.apply_shape(data.x)[1]

@@ -86,7 +86,8 @@ def influence(
 
     **Arguments:**
 
-    - `model`: from `linearize`; its parameters are the ridge's `θ₀`.
+    - `model`: from `linearize`; its parameters are the ridge's `θ₀`. With a scale the system is solved
+      in its units, `P^{1/2}HP^{1/2} + λI`, as is any damping of a solver.
     - `params`: the trained `θ*`, a pytree like `θ₀`.
     - `x`, `y`, `weights`: training features, targets and sample weights before the edit.
     - `edit`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
@@ -110,8 +111,9 @@ def influence(
     check_on_failure("influence", on_failure)
     ridge = check_ridge(ridge, model.dtype)
     clock = Clock()
-    model = model.bound(x)
     theta = check_params("influence: params", model, params)
+    model = model.bound(x)
+    theta = model.enter(theta)
     data = _training_set(model, x, y, weights, loss)
     num_outputs = model.apply_shape(data.x)[1]
     edits: Any = edit if isinstance(edit, (list, tuple)) else [edit]

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from .. import primal
 from ..dual._fitted import Fitted
 from ..dual._newton import op_mv
-from ..metrics import distance
 from ..problem._edits import Remove, TrainingSet, apply_edits
 from ..problem._objective import State
 
@@ -158,7 +157,7 @@ def judged_outputs(
             on_failure="report",
         )
         train, test = (np.asarray(update.predict(x)) for x in (fitted.x, setting.x_test))
-        gap = distance(update.params(), exact.params())
+        gap = fitted.network.distance(update.params(), exact.params())
         return train, test, gap / size
     model = unlearn(fitted, gone, method)
     train = np.asarray(fitted.layout.points(fitted.offset + model.state.k_alpha))
