@@ -338,3 +338,27 @@ def _free_newton(x, y, ridge):
         H = X.T @ (X * (s * (1 - s))[:, None]) / len(x) + pull
         theta = theta - np.linalg.solve(H, X.T @ (s - y) / len(x) + pull @ theta)
     return theta
+
+
+def test_a_desk_and_its_verification_know_the_scale(tmp_path):
+    p = problem()
+    with dfl.unlearning.open(tmp_path / "desk", fit(p)) as desk:
+        desk.remove([GONE[0]])
+        desk.remove(GONE[1:])
+        desk.checkpoint(tmp_path / "model.npz")
+        bound, params = desk.certificate.distance_bound, desk.model.params()
+
+    def kernel(x1, x2):
+        return np.einsum("iap,p,jbp->iajb", x1[..., :-1], P, x2[..., :-1])
+
+    report = dfl.unlearning.verify(tmp_path / "desk", tmp_path / "model.npz", kernel=kernel)
+    assert report.valid, report.summary()
+    left = norm(moved(params) - retrained(p, without(p)))
+    assert left <= report.computed + ORACLE
+    assert report.computed <= bound
+    other = dfl.unlearning.verify(
+        tmp_path / "desk",
+        tmp_path / "model.npz",
+        kernel=lambda a, b: np.einsum("iap,jbp->iajb", a[..., :-1], b[..., :-1]),
+    )
+    assert not other.valid  # the kernel without the scale is another model's

@@ -72,10 +72,12 @@ def from_trained(
     `fidelity` says how far the network is from stationary and from its linearisation, and a
     `FidelityWarning` when that is far.
 
+    With a scale `P` of the ridge, `PJᵀ` stands for `Jᵀ` and norms are those of `P⁻¹`, the gap's too.
+
     **Arguments:**
 
     - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards, or a model of
-      `adapters` at these parameters.
+      `adapters` at these parameters; its scale is that of your training, e.g. of a weight-decay mask.
     - `trained_params`: `θ`, a pytree like `θ₀`.
     - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
       at `θ₀` (`"initial"`, as the paper does). The same for linear models.

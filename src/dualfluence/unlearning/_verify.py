@@ -62,8 +62,8 @@ def verify(
 
     - `ledger`: the file, or its folder.
     - `model`: a file written by `Desk.checkpoint` or `Fitted.save`.
-    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently; without it the
-      file must hold `K` (`include_kernel=True`), which is then believed.
+    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently, with a scale of the
+      ridge in it (`JPJᵀ`); without it the file must hold `K` (`include_kernel=True`), which is then believed.
     """
     path, report = Path(ledger), Report()
     path = path / "ledger.jsonl" if path.is_dir() else path
