@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._support.points import is_tree
 from .._support.trees import is_floating
 from ..kernels._linearized import ApplyFn, Linearized, linearize
 
@@ -59,7 +60,9 @@ class Adapted:
 
     def __call__(self, x: Any) -> Array:
         """The model's outputs at its own parameters."""
-        return self.apply_fn(self.params, jnp.asarray(x))
+        return self.apply_fn(
+            self.params, jax.tree.map(jnp.asarray, x) if is_tree(x) else jnp.asarray(x)
+        )
 
     @cached_property
     def linearized(self) -> Linearized:

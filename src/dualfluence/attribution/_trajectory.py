@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._support.checks import check_finite, check_queries, check_rows
+from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
@@ -261,26 +262,28 @@ class _Data:
     quantity: Quantity
     num_outputs: int
     yq: Any
+    form: Form | None
 
 
 def _check_data(
     run: Trajectory, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss, of: Any
 ) -> _Data:
-    features = jnp.asarray(x)
+    form = form_of("x", x)
+    features = jnp.asarray(x) if form is None else form.pack("x", x)
     check_finite("x", features)
-    queries = check_queries(xq, features)
-    model = run.model(0)
+    queries = check_queries(xq, features, form=form)
+    model = run.model(0).reading(form)
     c = model.apply_shape(features[:1])[1]
     targets = loss.prepare_targets(y, c, model.dtype)
     check_rows("y", targets, features.shape[0], "point of x")
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
-    return _Data(features, targets, queries, quantity, c, yq)
+    return _Data(features, targets, queries, quantity, c, yq, form)
 
 
 def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.ndarray:
     """`S_t` with root mean square one for every query."""
     scores = checkpoint_scores(
-        run.model(k),
+        run.model(k).reading(data.form),
         data.x,
         data.targets,
         data.xq,
@@ -331,9 +334,9 @@ def _result(
             "combine": options.combine,
             "runs": len(runs),
         },
-        x=np.asarray(data.x),
+        x=shown(data.x, data.form),
         y=np.asarray(data.targets),
-        xq=np.asarray(data.xq),
+        xq=shown(data.xq, data.form),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
 

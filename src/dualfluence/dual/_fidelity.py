@@ -62,7 +62,7 @@ class Trained(eqx.Module):
     @property
     def size(self) -> Float[Array, ""]:
         """`‖θ‖ + ‖θ₀‖`, what rounding of parameters is relative to."""
-        return _size(self.model.out_of_scale(), self.model.leave(self.params))
+        return _size(self.model.as_given(), self.model.leave(self.params))
 
     @property
     def is_linear(self) -> bool:

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._support.checks import as_features, check_ridge
+from .._support.checks import check_ridge
 from .._support.options import check_count, check_positive, check_progress, maybe
+from .._support.points import enter_points
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
 from ..models._checks import check_network
@@ -167,7 +168,7 @@ def kernel_operator(
     if options.operator is not None:
         raise ValueError("kernel_operator: kernel is an operator already. Say how K is to be held.")
     source = place_source("kernel_operator", as_source(model, x), mesh, None)
-    features = as_features("x", x)
+    features = enter_points("x", x, source.form)
     network, c = source.network, options.num_outputs or 1
     if network is not None:
         c = check_network(network, features, options.num_outputs)

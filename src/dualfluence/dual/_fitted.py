@@ -152,7 +152,7 @@ class Fitted(TrainedModel):
         size = jnp.dtype(model.dtype).itemsize
         needed, hint = rows * model.num_params * size, "Go without it."
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
-        return replace(self, source=self.source.with_jacobian(self.x))
+        return replace(self, source=self.source.with_jacobian(self.data.x))
 
     def purge(self) -> "Fitted":
         """The same model without the rows of its removed points: features, targets and kernel entries.

@@ -19,7 +19,7 @@ from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_params
 from ..models._options import KernelArgument, kernel_options
-from ..models._sources import NetworkSource
+from ..models._sources import NetworkSource, bound_network
 from ..operators._layout import Device
 from ..problem._objective import Problem, State, make_problem
 from ..solvers import Auto, resolve
@@ -92,7 +92,7 @@ def from_trained(
     sketch = as_sketch("from_trained", sketch)
     ridge, options = check_ridge(ridge), kernel_options("from_trained", kernel)
     clock = Clock()
-    model = model.bound(x)
+    model = bound_network(model, x)
     trained_params = model.enter(trained_params)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent

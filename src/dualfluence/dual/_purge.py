@@ -62,7 +62,7 @@ def stand_ins(data: TrainingSet) -> np.ndarray:
 
 def purged_data(data: TrainingSet, rows: np.ndarray) -> TrainingSet:
     gone = np.flatnonzero(data.sample_weights == 0)
-    return TrainingSet(data.x[rows], data.targets[rows], data.sample_weights, gone)
+    return TrainingSet(data.x[rows], data.targets[rows], data.sample_weights, gone, data.form)
 
 
 def purged_operator(op: AbstractKernelOperator, x: Array, rows: np.ndarray) -> Any:

@@ -51,9 +51,9 @@ class DualModel(abc.ABC):
     reference: Reference | None
 
     @property
-    def x(self) -> Array:
-        """Training features, one row per point; rows of removed points stay."""
-        return self.data.x
+    def x(self) -> Any:
+        """Training features as they were given, one row per point; rows of removed points stay."""
+        return self.data.features
 
     @property
     @abc.abstractmethod
@@ -68,7 +68,7 @@ class DualModel(abc.ABC):
     @property
     def network(self) -> Linearized:
         """The linearised network with its parameters `θ`, or an error for a kernel without any."""
-        return self._network.out_of_scale()
+        return self._network.as_given()
 
     @property
     def _network(self) -> Linearized:
@@ -93,7 +93,7 @@ class DualModel(abc.ABC):
 
     @cached_property
     def _x_rows(self) -> Array:
-        return self._read_layout.place(self.x, "last")
+        return self._read_layout.place(self.data.x, "last")
 
     def _read_rows(self, values: Float[Array, "n c"]) -> Float[Array, "m c"]:
         return values if self.layout.sharding is None else self.layout.points(values)
@@ -145,7 +145,7 @@ class DualModel(abc.ABC):
         - `xq`: queries, like the training features.
         - `linearised`: `False` evaluates the network itself at `params()` instead.
         """
-        xq = check_queries(xq, self.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         outputs = self._outputs_at(xq, check_flag("predict: linearised", linearised))
         check_finite("predict", outputs, hint=OVERFLOW)
         return outputs

@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
+from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
 from .._support.trees import is_floating, tree_norm
 from ._apart import Apart
@@ -22,11 +23,14 @@ from ._empirical import empirical_kernel, kernel_block
 from ._params import leaf_name, split_params, statistics
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
-from ._scale import InScale, Shifted, check_scale, shifted, split_leaves, weighted
+from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
 from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
+
+Points = Any
+"""Points on axis 0 of an array, or of every array of a tree."""
 
 MAX_BATCH = 2048
 
@@ -53,6 +57,7 @@ class Linearized(eqx.Module):
     anchor: str = eqx.field(static=True, default="params")
     held: tuple[str, ...] = eqx.field(static=True, default=())
     scale: tuple[Any, ...] | None = None
+    form: Form | None = eqx.field(static=True, default=None)
 
     def bound(self, x: Any) -> "Linearized":
         """The model with what `apply_fn` closes over as it is now, for points like those of `x`.
@@ -66,11 +71,10 @@ class Linearized(eqx.Module):
         if isinstance(self.apply_fn, Snapshot) or x is None or isinstance(x, Tracer):
             return self
         try:  # x as it came: what is no array is refused later, by name
-            shape = np.shape(x)
-            dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
-            if not shape:
+            shape = jax.tree.map(_shape, x) if is_tree(x) else _shape(x)
+            if not all(leaf.shape for leaf in jax.tree.leaves(shape)):
                 return self
-            now = self._snapshot(jax.ShapeDtypeStruct(shape, dtype))
+            now = self._snapshot(shape)
         except Exception:  # user code may raise anything
             return self
         return replace(self, apply_fn=now)
@@ -90,27 +94,35 @@ class Linearized(eqx.Module):
         """
         if self.scale is None:
             return self
-        fn = self.apply_fn.fn if isinstance(self.apply_fn, Snapshot) else self.apply_fn
         params = shifted(self.params, self.trainable, self.scale)
-        return replace(self, apply_fn=InScale(fn), params=params, trainable=params.mask, scale=None)
+        fn = InScale(_without(self.apply_fn, Snapshot))
+        return replace(self, apply_fn=fn, params=params, trainable=params.mask, scale=None)
 
-    def out_of_scale(self) -> "Linearized":
-        """The network as `linearize` made it, whose parameters are `θ`: undoes `in_scale`."""
-        if not isinstance(self.params, Shifted):
+    def reading(self, form: Form | None) -> "Linearized":
+        """The network `in_scale` on points that are packed: rows of bytes instead of trees of arrays."""
+        own = self.in_scale()
+        if form is None or form == own.form:
+            return own
+        fn = _without(own.apply_fn, Snapshot, Reading)
+        return replace(own, apply_fn=Reading(fn, form), form=form)
+
+    def as_given(self) -> "Linearized":
+        """The network as `linearize` made it, of `θ` and trees: undoes `in_scale` and `reading`."""
+        own = self.params
+        if not isinstance(own, Shifted) and self.form is None:
             return self
-        own, fn = self.params, self.apply_fn
-        fn = fn.fn if isinstance(fn, Snapshot) else fn
-        assert isinstance(fn, InScale)
+        fn = _without(self.apply_fn, Snapshot, Reading, InScale)
+        plain = replace(self, apply_fn=fn, form=None)
+        if not isinstance(own, Shifted):
+            return plain
         scale = tuple(None if root is None else root**2 for root in own.roots)
-        return replace(
-            self, apply_fn=fn.fn, params=own.params(), trainable=own.trainable, scale=scale
-        )
+        return replace(plain, params=own.params(), trainable=own.trainable, scale=scale)
 
     def plain(self, x: Any) -> "Linearized":
         """The network without any scale, bound: what is said of `f` itself is tested on it."""
         if self.scale is None and not isinstance(self.params, Shifted):
             return self
-        return replace(self.out_of_scale(), scale=None).bound(x)
+        return replace(self.as_given(), scale=None).reading(self.form).bound(x)
 
     def enter(self, params: PyTree) -> PyTree:
         """Parameters `θ` in the form that this model takes."""
@@ -140,7 +152,7 @@ class Linearized(eqx.Module):
         """Trainable leaves and the rest, each with `None` in the other's places."""
         return split_leaves(params, self.trainable)
 
-    def batch(self, x: Shaped[Array, "n ..."]) -> int:
+    def batch(self, x: Points) -> int:
         """Points per batch, equal in size so that little is padding.
 
         By default as many as keep the largest activation within `BATCH_BYTES`: larger batches of
@@ -148,48 +160,49 @@ class Linearized(eqx.Module):
         """
         size = self.batch_size
         if size is None:
-            point = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+            point = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), x)
             each = largest_activation(lambda v: self.apply_fn(self.params, v), point)
             size = min(MAX_BATCH, max(1, BATCH_BYTES // each))
-        return math.ceil(x.shape[0] / math.ceil(x.shape[0] / size))
+        n = count_points(x)
+        return math.ceil(n / math.ceil(n / size))
 
-    def __call__(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def __call__(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""
         with jax.default_matmul_precision(PRECISION):
             return map_rows(lambda xb: self.apply_fn(params, xb), x, self.batch(x))
 
-    def base_outputs(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def base_outputs(self, x: Points) -> Float[Array, "n c"]:
         """`f(x; θ₀)`."""
         return self(self.params, x)
 
-    def linearised(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def linearised(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
         """`f(x; θ₀) + J(x)(θ − θ₀)` at any parameters `θ`."""
         theta, theta_0 = self.split(params)[0], self.split(self.params)[0]
         return self.base_outputs(x) + self.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))
 
-    def jvp(self, x: Shaped[Array, "n ..."], tangent: PyTree) -> Float[Array, "n c"]:
+    def jvp(self, x: Points, tangent: PyTree) -> Float[Array, "n c"]:
         """`J(x) t` for a tangent with the structure of the trainable leaves."""
         self.apply_shape(x)
         theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
             return push_rows(outputs, theta, x, tangent, self.batch(x))
 
-    def vjp(self, x: Shaped[Array, "n ..."], v: Float[Array, "n c"]) -> PyTree:
+    def vjp(self, x: Points, v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, summed over points, as a pytree of the trainable leaves."""
         self.apply_shape(x)
         theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
             return pull_rows(outputs, theta, x, v, self.batch(x))
 
-    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Array], Array]]:
+    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Points], Array]]:
         """The trainable leaves, and the network as a function of them."""
         theta, frozen = self.split(self.params)
         return theta, lambda t, x: self.apply_fn(eqx.combine(t, frozen), x)
 
     def kernel(
         self,
-        x1: Shaped[Array, "n1 ..."],
-        x2: Shaped[Array, "n2 ..."] | None = None,
+        x1: Points,
+        x2: Points | None = None,
         *,
         progress: bool | ProgressFn = True,
         **options: Any,
@@ -210,7 +223,7 @@ class Linearized(eqx.Module):
                 **options,
             ).value
 
-    def kernel_block(self, x1: Array, x2: Array) -> Float[Array, "n1 c n2 c"]:
+    def kernel_block(self, x1: Points, x2: Points) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) P J(x2)ᵀ` in one piece, for use inside other compiled functions."""
         own = self.in_scale()
         with jax.default_matmul_precision(PRECISION):
@@ -220,58 +233,61 @@ class Linearized(eqx.Module):
         """`trainable` in the tree of the parameters."""
         return jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
 
-    def kernel_diagonal(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def kernel_diagonal(self, x: Points) -> Float[Array, "n c"]:
         """`‖P^{1/2} ∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
         model = self.bound(x)
         model.apply_shape(x)
         return _diagonal(model, x)
 
-    def jacobian(self, x: Shaped[Array, "n ..."]) -> PyTree:
+    def jacobian(self, x: Points) -> PyTree:
         """`J(x)`: for every trainable leaf an array of shape `(n, c, *leaf.shape)`."""
         return self._per_point(x, lambda grads: grads)
 
-    def _per_point(self, x: Array, use: Callable[[PyTree], Any]) -> Any:
+    def _per_point(self, x: Points, use: Callable[[PyTree], Any]) -> Any:
         """`use` of every point's gradients, each leaf `(c, *leaf.shape)`."""
         c = self.apply_shape(x)[1]
         theta, outputs = self._outputs()
 
-        def point(xi: Array) -> Any:
-            f, back = jax.vjp(lambda t: outputs(t, xi[None])[0], theta)
+        def point(xi: Points) -> Any:
+            alone = jax.tree.map(lambda a: a[None], xi)
+            f, back = jax.vjp(lambda t: outputs(t, alone)[0], theta)
             return use(jax.vmap(back)(jnp.eye(c, dtype=f.dtype))[0])
 
         with jax.default_matmul_precision(PRECISION):
-            return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
+            size = min(self._points_at_once(c), count_points(x))
+            return jax.lax.map(point, x, batch_size=size)
 
     def _points_at_once(self, c: int) -> int:
         """Points whose gradients fit in `GRADIENT_BYTES`."""
         return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
-    def apply_shape(self, x: Shaped[Array, "n ..."]) -> tuple[int, int]:
+    def apply_shape(self, x: Points) -> tuple[int, int]:
         """`(n, c)`, or an error if `apply_fn` returns anything else or lets points see each other."""
         known = isinstance(self.apply_fn, Snapshot) and self.apply_fn.fits(x)
-        n, c = (x.shape[0], self._columns()) if known else self._traced_shape(x)
-        if not isinstance(x, Tracer):
+        n, c = (count_points(x), self._columns()) if known else self._traced_shape(x)
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
             self._guard(x)
         return n, c
 
     def _columns(self) -> int:
         assert isinstance(self.apply_fn, Snapshot)
         points = self.apply_fn.args[1]
-        return check_shape(self.apply_fn.outputs, points.shape[0])
+        return check_shape(self.apply_fn.outputs, count_points(points))
 
-    def _traced_shape(self, x: Array) -> tuple[int, int]:
+    def _traced_shape(self, x: Points) -> tuple[int, int]:
         try:
             out = eqx.filter_eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
         except ChangedError:
             raise
         except Exception as error:  # user code may raise anything
+            given = x if self.form is None else jax.eval_shape(self.form.unpack, x)
             raise ValueError(
-                f"linearize: apply_fn(params, x) fails for x of shape {x.shape} and dtype {x.dtype}: "
+                f"linearize: apply_fn(params, x) fails for x of {_described(given)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return x.shape[0], check_shape(out, x.shape[0])
+        return count_points(x), check_shape(out, count_points(x))
 
-    def _guard(self, x: Array) -> None:
+    def _guard(self, x: Points) -> None:
         """Raise where points see each other, for any parameters or, failing that, for these."""
         now = self._snapshot(x)
         apart = _GUARDS.get((now, self.trainable))
@@ -322,6 +338,26 @@ class Linearized(eqx.Module):
         return jnp.result_type(*jax.tree.leaves(self.split(self.params)[0]))
 
 
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _described(x: Any) -> str:
+    """Shape and dtype of one array, or of those of a tree."""
+    if not is_tree(x):
+        return f"shape {x.shape} and dtype {x.dtype}"
+    leaves = jax.tree.leaves_with_path(x)
+    return ", ".join(f"{jax.tree_util.keystr(k)}: shape {v.shape}, {v.dtype}" for k, v in leaves)
+
+
+def _without(fn: Any, *layers: type) -> Any:
+    """A function without the wrappers of these types around it."""
+    while isinstance(fn, layers):
+        fn = fn.fn
+    return fn
+
+
 def as_network(model: Any) -> Any:
     """The linearised network that an adapted model brings along; anything else as it is."""
     own = getattr(model, "linearized", None)
@@ -329,7 +365,7 @@ def as_network(model: Any) -> Any:
 
 
 @eqx.filter_jit
-def _diagonal(model: Linearized, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+def _diagonal(model: Linearized, x: Points) -> Float[Array, "n c"]:
     def square(grads: PyTree) -> Array:
         parts = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
         return sum(parts[1:], start=parts[0])

@@ -18,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._support.checks import as_array
+from .._support.points import Form
 from ._params import leaf_name
 
 FREE = "free"
@@ -93,6 +94,17 @@ class InScale:
 
     def __call__(self, params: Shifted, x: Any) -> Any:
         return self.fn(params.params(), x)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`apply_fn` as a function of packed points, see `points`."""
+
+    fn: Callable[..., Any]
+    form: Form
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        return self.fn(params, self.form.unpack(x))
 
 
 def shifted(params: PyTree, trainable: tuple[bool, ...], scale: tuple[Any, ...]) -> Shifted:

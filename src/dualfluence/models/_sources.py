@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import filter_jit, jit
+from .._support.points import Form, count_points, form_of
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized, as_network
 from ..operators import (
@@ -44,6 +45,11 @@ class AbstractSource(eqx.Module):
     def num_positions(self) -> int | None:
         """Points of a precomputed kernel; `None` where features are not positions."""
         return None
+
+    @property
+    def form(self) -> Form | None:
+        """How rows of features unpack, for a network whose inputs are a tree of arrays."""
+        return None if self.network is None else self.network.form
 
     @property
     def narrow_eps(self) -> float | None:
@@ -360,10 +366,18 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
     With points `x`, a network is bound to what it closes over now.
     """
     model = as_network(model)
+    form = form_of("x", x)
+    if isinstance(model, Linearized):
+        return NetworkSource(bound_network(model, x))
+    if isinstance(model, AbstractSource) and model.form == form:
+        return model
+    if form is not None:
+        raise TypeError(
+            "fit: features that are a tree of arrays need a network made by linearize; a kernel takes "
+            "one array. A low-rank model takes such trees where low_rank was given one."
+        )
     if isinstance(model, AbstractSource):
         return model
-    if isinstance(model, Linearized):
-        return NetworkSource(model.bound(x))
     if isinstance(model, (jax.Array, np.ndarray)):
         return KernelSource(PrecomputedKernel(model).kernel, False)
     method: Callable[..., Any] | None = getattr(model, "kernel", None)
@@ -378,6 +392,12 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
         "fit: model must come from linearize or dualfluence.infinite, have a method "
         f"kernel(x1, x2), be such a function, or be a kernel matrix; got {name}."
     )
+
+
+def bound_network(model: Linearized, x: Any) -> Linearized:
+    """The network in the scale of its ridge, bound, and reading packed rows if `x` is a tree of arrays."""
+    form = form_of("x", x)
+    return model.reading(form).bound(x if form is None else form.struct(count_points(x)))
 
 
 def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelOperator:

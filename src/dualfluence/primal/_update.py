@@ -59,14 +59,17 @@ class PrimalUpdate(eqx.Module):
     def predict(self, xq: Any) -> Float[Array, "q c"]:
         """Outputs at queries with the new parameters: linearised if the update is, else the network's."""
         outputs = outputs_at(
-            self.model, self._after(), check_queries(xq, self.data.x), self.linearised
+            self.model,
+            self._after(),
+            check_queries(xq, self.data.x, form=self.data.form),
+            self.linearised,
         )
         check_finite("predict outputs", outputs)
         return outputs
 
     def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
         """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
-        xq = check_queries(xq, self.data.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         change = _push(tangent_model(self.model, self.before, self.linearised), xq, self.step)
         check_finite("delta_outputs", change)
         return change
@@ -85,7 +88,7 @@ class PrimalUpdate(eqx.Module):
         - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper counts into the loss of
           every single point, to first order if `first_order`.
         """
-        xq = check_queries(xq, self.data.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         check_flag("delta_loss: include_ridge", include_ridge)
         check_flag("delta_loss: first_order", first_order)
         f = outputs_at(self.model, self.before, xq, self.linearised)

@@ -123,7 +123,7 @@ def _by_gradients(fitted: Fitted, gone: np.ndarray, *, ascent: bool) -> Fitted:
     if ascent:
         weights = np.zeros_like(data.sample_weights)
         weights[gone] = 1.0
-        data = TrainingSet(data.x, data.targets, weights)
+        data = TrainingSet(data.x, data.targets, weights, form=data.form)
     problem, op, alpha = fitted.problem(data), fitted.kernel_op, fitted.state.alpha
     # The curvature of every loss here is at most one: trace(WK) + λ bounds it, and 2/that is stable.
     top = float(jnp.max(jnp.sum(fitted.kernel_diagonal, axis=1)))
@@ -149,7 +149,7 @@ def judged_outputs(
         update = primal.influence(
             fitted.network,
             fitted.params(),
-            fitted.x,
+            fitted.data.features,
             setting.y,
             Remove(gone),
             loss=fitted.loss,
