@@ -304,9 +304,9 @@ def test_parameter_space_solves_the_same_system(solver):
 def test_published_parameters_are_noisy_in_the_norm_of_the_certificate():
     fitted = fit(problem())
     rng = np.random.default_rng(0)
-    draws = [flat(perturbed_params(fitted, 0.1, rng)) - flat(fitted.params()) for _ in range(2000)]
-    # The standard deviation of 2000 draws is off by 1/√4000 = 1.6 %, 25 of them by three times that.
-    np.testing.assert_allclose(np.std(draws, axis=0), 0.1 * np.sqrt(P), rtol=0.08)
+    draws = [flat(perturbed_params(fitted, 0.1, rng)) - flat(fitted.params()) for _ in range(500)]
+    # The standard deviation of 500 draws is off by 1/√1000 = 3 %, the worst of 25 by four times that.
+    np.testing.assert_allclose(np.std(draws, axis=0), 0.1 * np.sqrt(P), rtol=0.13)
 
 
 def test_a_free_intercept_meets_the_optimum_without_its_ridge():

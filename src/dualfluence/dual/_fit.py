@@ -62,7 +62,8 @@ def fit(
 
     - `model`: from `linearize`, `adapters` or `infinite`, anything with `kernel(x1, x2)`, such a
       function, or a precomputed kernel matrix (then `x` may be `None`).
-    - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0.
+    - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0. For a
+      network features may be a tree of arrays (a dict of tokens and mask), and then are in every call.
     - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` of least leave-one-out loss over a grid
       and says why in `stats.notes` (a `K` in memory, on one device).
     - `kernel`: how `K` is held, or `K` itself: see `KernelOptions`.

@@ -412,9 +412,10 @@ def linearize(
 
     **Arguments:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 must not see each other. What else
-      it reads (closed-over arrays, attributes, globals) is read anew by every `fit`, `from_trained`
-      or `kernel`; what these return keeps it, and refuses to mix it with a later change.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of arrays,
+      must not see each other. What else it reads (closed-over arrays, attributes, globals) is read anew
+      by every `fit`, `from_trained` or `kernel`; what these return keeps it, and refuses to mix it with
+      a later change.
     - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable,
       all else (integers, Python numbers, functions, …) is kept as it is. So are statistics: a
       collection such as `batch_stats` beside `params`, and variables of NNX that are not `Param`.
