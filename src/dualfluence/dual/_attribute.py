@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 from .._support.checks import OVERFLOW, check_finite, check_indices, check_queries, check_range
 from .._support.compile import filter_jit
 from .._support.memory import memory_budget
+from .._support.points import shown
 from .._support.progress import ProgressFn, Ticker
 from ._attribution import Attribution, GroupAttribution
 from ._leave_one_out import Steps, leave_one_out
@@ -51,7 +52,7 @@ def attribute(
     """See `Fitted.attribute`."""
     start, fitted = time.perf_counter(), fitted.without_spare_rows()
     _check_options(first_order, refine, block_size)
-    xq = check_queries(xq, fitted.x)
+    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     outputs = fitted.predict(xq)
     form = leave_one_out(fitted, first_order=first_order, until=fitted._remaining(refine))
@@ -89,9 +90,9 @@ def attribute(
         distance_bound=bounds if refine is not None else None,
         notes=_notes(fitted, form.describe, first_order, refine, points, bounds),
         stats=stats,
-        x=np.asarray(fitted.x),
+        x=shown(fitted.data.x, fitted.data.form),
         y=np.asarray(fitted.data.targets),
-        xq=np.asarray(xq),
+        xq=shown(xq, fitted.data.form),
         yq=None if yq is None else np.asarray(yq),
     )
 
@@ -111,7 +112,7 @@ def attribute_groups(
     _check_options(False, refine, None)
     fitted = fitted.without_spare_rows()
     names, members = _checked_groups(groups, fitted)
-    xq = check_queries(xq, fitted.x)
+    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     pairs = [(i, j) for i in range(len(names)) for j in range(i)] if interactions else []
     sets = members + [np.union1d(members[i], members[j]) for i, j in pairs]
@@ -178,7 +179,7 @@ def _gap(fitted: TrainedModel) -> float:
 def _low_rank_reading(fitted: TrainedModel, delta: Float[Array, "n c k"]) -> Array:
     if not fitted.source.has_features:
         return delta
-    features = fitted.source.features(fitted.x).astype(delta.dtype)
+    features = fitted.source.features(fitted.data.x).astype(delta.dtype)
     return jnp.einsum("ncr,nck->rk", features, delta, precision=HIGHEST)
 
 
@@ -246,7 +247,7 @@ def _reader(
             return held[i]
         part = xq[i : i + rows]
         low = source.has_features
-        block = source.features(part) if low else source.block(part, fitted.x, False)
+        block = source.features(part) if low else source.block(part, fitted.data.x, False)
         block = block.astype(dtype)
         # Kept for the next block of points if the queries are one block, which is the usual case.
         if rows >= q:

@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from .. import primal
 from ..dual._fitted import Fitted
 from ..dual._newton import op_mv
-from ..metrics import distance
 from ..problem._edits import Remove, TrainingSet, apply_edits
 from ..problem._objective import State
 
@@ -124,7 +123,7 @@ def _by_gradients(fitted: Fitted, gone: np.ndarray, *, ascent: bool) -> Fitted:
     if ascent:
         weights = np.zeros_like(data.sample_weights)
         weights[gone] = 1.0
-        data = TrainingSet(data.x, data.targets, weights)
+        data = TrainingSet(data.x, data.targets, weights, form=data.form)
     problem, op, alpha = fitted.problem(data), fitted.kernel_op, fitted.state.alpha
     # The curvature of every loss here is at most one: trace(WK) + λ bounds it, and 2/that is stable.
     top = float(jnp.max(jnp.sum(fitted.kernel_diagonal, axis=1)))
@@ -150,7 +149,7 @@ def judged_outputs(
         update = primal.influence(
             fitted.network,
             fitted.params(),
-            fitted.x,
+            fitted.data.features,
             setting.y,
             Remove(gone),
             loss=fitted.loss,
@@ -158,7 +157,7 @@ def judged_outputs(
             on_failure="report",
         )
         train, test = (np.asarray(update.predict(x)) for x in (fitted.x, setting.x_test))
-        gap = distance(update.params(), exact.params())
+        gap = fitted.network.distance(update.params(), exact.params())
         return train, test, gap / size
     model = unlearn(fitted, gone, method)
     train = np.asarray(fitted.layout.points(fitted.offset + model.state.k_alpha))
