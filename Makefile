@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test thorough frameworks test-gpu slow docs lint clean
+.PHONY: demo test thorough frameworks browser test-gpu slow docs lint clean
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -28,6 +28,10 @@ thorough: $(VENV)/.installed-dev
 # Models of every framework that has an adapter; installs Haiku, Keras, PyTorch and scikit-learn.
 frameworks: $(VENV)/.installed-frameworks
 	$(BIN)/python -m pytest tests/adapters -m 'not slow'
+
+# The explore page in Chromium, which must be on the machine (Debian: apt install chromium).
+browser: $(VENV)/.installed-browser
+	$(BIN)/python -m pytest tests/apps/explore -m browser
 
 # The numerical tests on an accelerator, in float64; JAX must see one.
 test-gpu: $(VENV)/.installed-dev

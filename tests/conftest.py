@@ -58,14 +58,26 @@ ON_THE_HOST = (
 
 THOROUGH = (
     "adapters/test_adapters_jax.py",
+    "apps/explore/test_explore_command.py",
+    "apps/explore/test_explore_page.py::test_the_map_needs",
+    "apps/explore/test_explore_routes.py::test_what_is_refused",
+    "apps/explore/test_explore_session.py::test_a_network",
+    "apps/explore/test_explore_session.py::test_numbers",
+    "apps/explore/test_explore_session.py::test_two_classes",
     "apps/test_bench_attribution.py",
     "apps/test_paper_forms.py",
     "apps/test_reproduce.py::test_a_damaged_piece",
     "apps/test_reproduce.py::test_an_interrupted_run",
     "attribution/",
+    "dual/test_adamw.py",
     "dual/test_auto_ridge.py::test_other_losses",
     "dual/test_growth.py",
     "dual/test_purge.py",
+    "dual/test_trees.py::test_a_kernel_on_disk",
+    "dual/test_trees.py::test_a_low_rank",
+    "dual/test_trees.py::test_a_trained",
+    "dual/test_trees.py::test_a_transformer_with_a_mask_is_fitted_and_loses_points[mesh",
+    "dual/test_trees.py::test_parameter_space",
     "fuzz_input/",
     "kernels/test_apart.py",
     "kernels/test_snapshot.py",
@@ -118,9 +130,10 @@ def pytest_configure(config):
             raise pytest.UsageError(
                 f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
             )
-        default = "not slow and not gpu and not thorough and not frameworks"  # of pyproject.toml
+        # As in pyproject.toml.
+        default = "not slow and not gpu and not thorough and not frameworks and not browser"
         if config.option.markexpr == default:
-            config.option.markexpr = "not slow and not frameworks"
+            config.option.markexpr = "not slow and not frameworks and not browser"
 
 
 @pytest.fixture(autouse=True, scope="module")

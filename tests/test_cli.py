@@ -1,6 +1,8 @@
 """The commands, at a size for tests."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from typer.testing import CliRunner
@@ -141,3 +143,18 @@ def test_a_method_has_one_colour_and_no_two_methods_share_one():
     alone = [colour for name, colour in COLOURS.items() if name not in same]
     assert len(set(alone)) == len(alone)
     assert set(METHODS) <= set(COLOURS)
+
+
+def test_help_and_completion_wait_for_no_numerical_library():
+    code = "import sys, dualfluence.apps.cli._app; print({'jax', 'numpy', 'equinox'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "set()"
+
+
+def test_public_names_are_there_when_asked_for():
+    code = (
+        "import dualfluence as d; assert 'fit' not in vars(d); d.fit; from dualfluence import Remove; "
+        "assert {'fit', 'attribution', '__version__'} <= set(dir(d)); d.nothing"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert "module 'dualfluence' has no attribute 'nothing'" in found.stderr

@@ -30,10 +30,11 @@ ORDER = [
     "unlearning",
     "adapters",
     "apps",
+    "_public",
     "__init__ __main__",
     "",
 ][1:-1]
-APPS = ["compare", "attribute paper", "demo bench serve", "cli"]
+APPS = ["compare", "page", "attribute paper", "demo bench serve", "explore", "cli"]
 ENTRANCE = {"__init__", "__main__", "_version"}
 MAX_ROOT = 3
 MAY_ASK_FOR_TYPES = {

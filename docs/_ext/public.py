@@ -32,7 +32,7 @@ def _names(module: ModuleType) -> list[str]:
     if hasattr(module, "__all__"):
         return list(module.__all__)
     if hasattr(module, "__path__"):
-        return [n for n in RE_EXPORT.findall(inspect.getsource(module)) if not n.startswith("_")]
+        return [n for n in RE_EXPORT.findall(_source(module)) if not n.startswith("_")]
     own = {n: v for n, v in vars(module).items() if not n.startswith("_")}
     return [n for n, v in own.items() if getattr(v, "__module__", None) == module.__name__]
 
@@ -40,6 +40,7 @@ def _names(module: ModuleType) -> list[str]:
 def public_namespaces() -> list[str]:
     """The root and every package or module that it exports, with theirs."""
     found, queue = [], [importlib.import_module(ROOT)]
+    dir(queue[0])  # imports what it names
     while queue:
         module = queue.pop(0)
         found.append(module.__name__)
@@ -53,4 +54,10 @@ def public_namespaces() -> list[str]:
 def _is_exported(inner: ModuleType, module: ModuleType) -> bool:
     """Named in the package's own imports: others are there because somebody imported them."""
     name = inner.__name__.rpartition(".")[2]
-    return f"import {name} as {name}" in inspect.getsource(module)
+    return f"import {name} as {name}" in _source(module)
+
+
+def _source(module: ModuleType) -> str:
+    """The text of a package's imports; the root has its own in `_public`."""
+    home = importlib.import_module(f"{ROOT}._public") if module.__name__ == ROOT else module
+    return inspect.getsource(home)

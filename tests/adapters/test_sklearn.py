@@ -51,11 +51,12 @@ def coefficients(model):
     return np.column_stack([np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)])
 
 
+@pytest.mark.parametrize("intercept", [True, "free"])
 @pytest.mark.parametrize("name", ["DualInfluenceClassifier", "DualInfluenceRegressor"])
-def test_passes_every_check_of_scikit_learn(name):
+def test_passes_every_check_of_scikit_learn(name, intercept):
     from sklearn.utils.estimator_checks import check_estimator
 
-    estimator = getattr(dfl.adapters, name)()
+    estimator = getattr(dfl.adapters, name)(fit_intercept=intercept)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of checks that feed nonsense on purpose
         results = check_estimator(estimator, on_fail="raise", on_skip=None)
@@ -83,6 +84,81 @@ def test_coefficients_are_those_of_ridge_regression_before_and_after_unfit():
     np.testing.assert_allclose(coefficients(model)[0], ridge(np.arange(40)), rtol=0, atol=1e-9)
     model.unfit(GONE[:1]).unfit(GONE[1:])  # positions keep their meaning
     np.testing.assert_allclose(coefficients(model)[0], ridge(KEPT), rtol=0, atol=1e-9)
+
+
+def default_logistic(x, y, C):
+    """`LogisticRegression` as it comes, with its free intercept, solved to the end."""
+    from sklearn.linear_model import LogisticRegression
+
+    model = LogisticRegression(C=C, solver="newton-cg", tol=1e-12, max_iter=10_000).fit(x, y)
+    return np.column_stack([model.coef_, model.intercept_])
+
+
+def wine():
+    from sklearn.datasets import load_wine
+    from sklearn.preprocessing import StandardScaler
+
+    x, y = load_wine(return_X_y=True)
+    return StandardScaler().fit_transform(x), y
+
+
+def test_the_default_logistic_regression_can_be_stated_and_edited():
+    x, y = wine()
+    n, gone = len(y), [3, 50, 60, 100, 150]
+    kept = np.setdiff1d(np.arange(n), gone)
+    model = classifier(fit_intercept="free").set_params(ridge=1 / n).fit(x, y)
+    np.testing.assert_allclose(coefficients(model), default_logistic(x, y, 1.0), rtol=0, atol=1e-6)
+    model.unfit(gone)
+    # The mean over what is left keeps λ = 1/(nC): scikit-learn says C = n/n' for that.
+    want = default_logistic(x[kept], y[kept], n / len(kept))
+    np.testing.assert_allclose(coefficients(model), want, rtol=0, atol=1e-6)
+
+
+def test_the_default_logistic_regression_can_be_taken_over_from_its_coefficients():
+    """The checkpoint of a user of scikit-learn: `from_trained`, certified, and edited."""
+    x, y = wine()
+    n, gone = len(y), [3, 50, 60]
+    kept = np.setdiff1d(np.arange(n), gone)
+    theta = default_logistic(x, y, 1.0)
+    linear = dfl.linearize(
+        lambda t, x: x @ t["w"] + t["b"],
+        {"w": np.zeros((13, 3)), "b": np.zeros(3)},
+        scale={"w": None, "b": "free"},
+    )
+    trained = {"w": theta[:, :-1].T, "b": theta[:, -1]}
+    fitted = dfl.from_trained(linear, trained, x, y, loss=dfl.SoftmaxCrossEntropy(), ridge=1 / n)
+    update = fitted.edit(dfl.Remove(gone), steps=6)
+    want = default_logistic(x[kept], y[kept], n / len(kept))
+    got = update.params()
+    np.testing.assert_allclose(got["w"].T, want[:, :-1], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(got["b"], want[:, -1], rtol=0, atol=1e-5)
+    assert update.certificate.certified
+    # What the certificate promises of weights, and that it promises next to nothing of the intercept.
+    bound = update.certificate.distance_bound
+    assert np.linalg.norm(got["w"].T - want[:, :-1]) <= bound < 0.01
+    assert np.sqrt(1e7) * bound > 1
+
+
+def test_two_classes_have_one_row_of_coefficients_in_scikit_learn():
+    y = (LABELS == "a").astype(int)
+    model = classifier(fit_intercept="free").fit(X, y)
+    want = default_logistic(X, y, 2 / (40 * RIDGE))[0]
+    got = coefficients(model)
+    np.testing.assert_allclose(got[1] - got[0], want, rtol=0, atol=1e-5)
+
+
+def test_ridge_regression_with_a_free_intercept():
+    from sklearn.linear_model import Ridge
+
+    model = regressor(fit_intercept="free").fit(X, VALUES).unfit(GONE)
+    want = Ridge(alpha=len(KEPT) * RIDGE).fit(X[KEPT], VALUES[KEPT])
+    np.testing.assert_allclose(model.coef_, want.coef_, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(model.intercept_, want.intercept_, rtol=0, atol=1e-6)
+
+
+def test_an_intercept_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="True, False or 'free', got 'loose'"):
+        classifier(fit_intercept="loose").fit(X, LABELS)
 
 
 def test_outputs_follow_from_the_coefficients():

@@ -221,3 +221,14 @@ def test_bad_requests_say_what_is_wrong(call, words):
     fitted, xq, yq = _fit("softmax", "dense", False)
     with pytest.raises(ValueError, match=words):
         call(fitted, xq, yq)
+
+
+def test_a_model_away_from_its_optimum_says_that_effects_include_the_way_there():
+    fitted, xq, yq = _fit("softmax", "dense", False)
+    rough = fitted.edit(dfl.Remove([0, 1, 2]), progress=False).commit()
+    settled = fitted.edit(dfl.Remove([0, 1, 2]), until=1e-9, progress=False).commit()
+    said = [
+        any("from its optimum" in note for note in model.attribute(xq, yq, progress=False).notes)
+        for model in (fitted, rough, settled)
+    ]
+    assert said == [False, True, False]

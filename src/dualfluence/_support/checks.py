@@ -5,6 +5,7 @@ host, in 64 bits: JAX would wrap integers and drop imaginary parts, masks and un
 Single numbers, names and functions pass through `options`.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -207,8 +208,13 @@ def check_points(name: str, array: Any) -> None:
     check_finite(name, array)
 
 
-def check_queries(xq: Any, x: jax.Array, name: str = "queries") -> jax.Array:
-    """Queries as an array with the trailing shape and dtype of the training features `x`."""
+def check_queries(xq: Any, x: jax.Array, name: str = "queries", *, form: Any = None) -> jax.Array:
+    """Queries as an array with the trailing shape and dtype of the training features `x`.
+
+    With a `form` of `points` they are a tree of arrays, and packed like `x`.
+    """
+    if form is not None:
+        return form.pack(name, xq)
     array = as_dtype(name, xq, x.dtype)
     if array.ndim == 0 or array.shape[1:] != x.shape[1:]:
         want = ", ".join(("q", *map(str, x.shape[1:])))
@@ -267,6 +273,12 @@ def _check_container(name: str, value: Any) -> None:
     """Raise for what `np.asarray` would bend: masks that it drops, matrices that it wraps."""
     if type(value) is np.ndarray:
         return
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f"{name}: expected one array of numbers, got a {type(value).__name__}. A tree of arrays can "
+            "stand for features of a network in fit, from_trained and their like, and then in every "
+            "later call about that model."
+        )
     masked = np.ma.MaskedArray
     parts = value if isinstance(value, (list, tuple)) else (value,)
     for part in parts:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._support.points import is_tree
 from .._support.trees import is_floating
 from ..kernels._linearized import ApplyFn, Linearized, linearize
 
@@ -46,6 +47,7 @@ class Adapted:
     - `trainable`: `(path, leaf) -> bool`, false outside `"params"`.
     - `reader`: a model object to a tree like `params`.
     - `rebuild`: a tree like `params` to a model object.
+    - `scale`: of the ridge, as in `linearize`; see `with_scale`.
     """
 
     framework: str
@@ -54,15 +56,18 @@ class Adapted:
     trainable: Callable[[tuple[Any, ...], Any], bool]
     reader: Callable[[Any], PyTree]
     rebuild: Callable[[PyTree], Any]
+    scale: Any = None
 
     def __call__(self, x: Any) -> Array:
         """The model's outputs at its own parameters."""
-        return self.apply_fn(self.params, jnp.asarray(x))
+        return self.apply_fn(
+            self.params, jax.tree.map(jnp.asarray, x) if is_tree(x) else jnp.asarray(x)
+        )
 
     @cached_property
     def linearized(self) -> Linearized:
         """The network linearised at these parameters: what `fit` takes."""
-        return linearize(self.apply_fn, self.params, trainable=self.trainable)
+        return linearize(self.apply_fn, self.params, trainable=self.trainable, scale=self.scale)
 
     def read(self, model: Any) -> PyTree:
         """The parameters of another model object of this kind: a checkpoint, the initialisation.
@@ -85,6 +90,17 @@ class Adapted:
             for path, leaf in leaves
         ]
         return replace(self, params=jax.tree.unflatten(treedef, zero))
+
+    def with_scale(self, scale: Any) -> "Adapted":
+        """The same network with a ridge that pulls parameters differently.
+
+        **Arguments:**
+
+        - `scale`: as in `linearize`, for the tree `params`; a rule `(path, leaf) -> number` is often
+          the shortest, e.g. `lambda path, leaf: 1 if leaf.ndim > 1 else "free"` for biases and scales
+          of normalisation that weight decay leaves out.
+        """
+        return replace(self, scale=scale)
 
     def restore(self, params: PyTree) -> Any:
         """A new model object of the framework with these parameters, in evaluation mode.

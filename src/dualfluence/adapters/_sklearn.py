@@ -20,19 +20,20 @@ from ..dual._fit import fit
 from ..dual._fitted import Fitted
 from ..dual._io import load
 from ..dual._train import default_tolerance
+from ..kernels._scale import FREE, FREE_SCALES
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
 from ..models._options import KernelOptions
 from ..problem._edits import Remove
 
 
 class _Linear(eqx.Module):
-    """`x1·x2 + b²`: the kernel of a linear model whose intercept has a column of `b` to itself."""
+    """`x1·x2 + P`: the kernel of a linear model whose intercept has the scale `P` in the ridge."""
 
-    intercept: float = eqx.field(static=True)
+    scale: float = eqx.field(static=True)
 
     def kernel(self, x1: Any, x2: Any) -> Float[Array, "n1 n2"]:
         product = jnp.dot(jnp.asarray(x1), jnp.asarray(x2).T, precision="highest")
-        return product + self.intercept**2
+        return product + self.scale
 
 
 class _DualEstimator(BaseEstimator):
@@ -94,7 +95,19 @@ class _DualEstimator(BaseEstimator):
                 self.fitted_ = load(path, self._model(), progress=False)
 
     def _model(self) -> Any:
-        return _Linear(float(bool(self.fit_intercept))) if self.model is None else self.model
+        return _Linear(self._intercept_scale) if self.model is None else self.model
+
+    @property
+    def _intercept_scale(self) -> float:
+        """`P` of the intercept: 0 leaves it out."""
+        if not isinstance(self.fit_intercept, str):
+            return float(bool(self.fit_intercept))
+        if self.fit_intercept != FREE:
+            raise ValueError(
+                f"{type(self).__name__}: fit_intercept must be True, False or 'free', got "
+                f"{self.fit_intercept!r}."
+            )
+        return FREE_SCALES[jax.dtypes.canonicalize_dtype(np.float64).name]
 
     def _learn(
         self, X: np.ndarray, targets: np.ndarray, loss: AbstractLoss, sample_weight: Any
@@ -115,7 +128,8 @@ class _DualEstimator(BaseEstimator):
 
     def _keep(self, fitted: Fitted) -> None:
         """Take over a fit and what linear models show of it."""
-        if not fitted.stats.converged:
+        # With a free intercept the floor of rounding lies above the tolerance: nothing is left to do there.
+        if not fitted.stats.converged and not fitted.certificate.at_floor:
             warnings.warn(
                 f"{type(self).__name__} stopped at a certified distance of "
                 f"{fitted.certificate.distance_bound:.1e} from its optimum: {fitted.stats.reason}. "
@@ -128,7 +142,7 @@ class _DualEstimator(BaseEstimator):
         if self.model is None:
             alpha = np.asarray(fitted.alpha)
             self.coef_ = (np.asarray(fitted.x).T @ alpha).T
-            self.intercept_: Any = alpha.sum(axis=0) * bool(self.fit_intercept)
+            self.intercept_: Any = self._intercept_scale * alpha.sum(axis=0)
 
     def _outputs(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -156,12 +170,17 @@ class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
 
     Minimises $\frac1n\sum_i\ell_i + \frac{\lambda}{2}\|\theta\|^2$ with the softmax cross-entropy. That is
     `LogisticRegression(C=1/(n*ridge), fit_intercept=False)` with a column of ones: the intercept is
-    pulled to zero like every other parameter.
+    pulled to zero like every other parameter. `fit_intercept="free"` leaves it free, as scikit-learn
+    does: then it is `LogisticRegression(C=1/(n*ridge))`. (Of two classes scikit-learn keeps one row of
+    coefficients, `coef_[1] - coef_[0]` here, whose square is twice the sum of ours: `C=2/(n*ridge)`.)
+    Removing points keeps `λ`, so that `C` becomes that of the points that are left.
 
     **Arguments:**
 
     - `ridge`: `λ`.
-    - `fit_intercept`: whether there is an intercept.
+    - `fit_intercept`: `True`, `False`, or `"free"` for one that the ridge hardly pulls: its scale is 1e7,
+      in float32 1e3, see `linearize`. The certificate then bounds the change of the intercept by the
+      root of that scale times `distance_bound` only.
     - `model`: a network of `adapters` or `linearize`, or a kernel, instead of linear features; a network
       needs one output per class, in the order of the sorted labels.
 
@@ -210,7 +229,7 @@ class DualInfluenceRegressor(MultiOutputMixin, RegressorMixin, _DualEstimator):
 
     Minimises $\frac1n\sum_i\frac12\|f_i-y_i\|^2 + \frac{\lambda}{2}\|\theta\|^2$. That is
     `Ridge(alpha=n*ridge, fit_intercept=False)` with a column of ones: the intercept is pulled to
-    zero like every other parameter.
+    zero like every other parameter; with `fit_intercept="free"` it is `Ridge(alpha=n*ridge)`.
 
     **Arguments:** as for `DualInfluenceClassifier`; a network needs one output per target.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import check_finite, check_queries, check_rows
+from .._support.checks import as_features, check_finite, check_queries, check_rows
 from .._support.compile import jit
 from .._support.memory import GRADIENT_BYTES
 from ..dual._attribution import Attribution
@@ -243,7 +243,7 @@ def trak_terms(
     seed: int = 0,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One model's `φ_qΦᵀ(ΦΦᵀ + ρI)⁻¹` for each damping, `(q, n)`, and its `1 − p_i`, `(n,)`."""
-    features, queries = jnp.asarray(x), jnp.asarray(xq)
+    features, queries = as_features("x", x), as_features("xq", xq)
     u, short = _margin_direction(apply_fn(params, features), jnp.asarray(y))
     u_q, _ = _margin_direction(apply_fn(params, queries), jnp.asarray(yq))
     if projection is None:
@@ -275,8 +275,7 @@ def _check(
     model: Linearized, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss | None, of: Measure
 ) -> _Data:
     loss = SoftmaxCrossEntropy() if loss is None else loss
-    features = jnp.asarray(x)
-    check_finite("x", features)
+    features = as_features("x", x)
     queries = check_queries(xq, features)
     c = model.apply_shape(features[:1])[1]
     targets = loss.prepare_targets(y, c, model.dtype)

@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._support.checks import check_finite, check_queries, check_rows
+from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
@@ -114,6 +115,12 @@ class Trajectory:
         """An adapted model says itself which parameters count."""
         given: Any = self.apply_fn
         if as_network(given) is not given:
+            if given.scale is not None:
+                raise ValueError(
+                    "Trajectory: the adapted model has a scale, which is of a ridge that training had; "
+                    "here the ridge stands for training that stopped. Give the model without it, and "
+                    "the optimiser's own diagonal as preconditioner."
+                )
             object.__setattr__(self, "trainable", self.trainable or given.trainable)
             object.__setattr__(self, "apply_fn", given.apply_fn)
 
@@ -142,41 +149,14 @@ class Trajectory:
         _check_same_tree(f"preconditioner {k}", diagonal, params)
         if any(bool((jnp.asarray(leaf) < 0).any()) for leaf in jax.tree.leaves(diagonal)):
             raise ValueError(f"Trajectory: preconditioner {k} has negative entries.")
-        roots = jax.tree.map(
-            lambda d, p: jnp.sqrt(jnp.asarray(d)).astype(p.dtype), diagonal, params
-        )
-        zero = jax.tree.map(jnp.zeros_like, params)
-        inner = self.trainable
-
-        def moves(path: tuple[Any, ...], leaf: Any) -> bool:
-            first = path[0].key == "move"
-            return first and (inner is None or inner(path[1:], leaf))
-
-        packed = {"base": params, "move": zero, "scale": roots}
-        return linearize(_Scaled.of(self.apply_fn), packed, trainable=moves)
+        model = linearize(self.apply_fn, params, trainable=self.trainable)
+        rows = zip(jax.tree.leaves(diagonal), jax.tree.leaves(params), model.trainable, strict=True)
+        scale = tuple(jnp.asarray(d).astype(p.dtype) for d, p, used in rows if used)
+        return replace(model, scale=scale).in_scale()
 
     def attribute(self, x: Any, y: Any, xq: Any, yq: Any = None, **options: Any) -> Attribution:
         """Scores of every training point for every query; see `attribute_runs`."""
         return attribute_runs([self], x, y, xq, yq, **options)
-
-
-class _Scaled:
-    """`apply_fn(θ + P^{1/2}φ, x)` as a function of `φ`; one object per network, to compile once."""
-
-    _kept: dict[Any, "_Scaled"] = {}  # noqa: RUF012
-
-    def __init__(self, apply_fn: Callable[..., Any]) -> None:
-        self.apply_fn = apply_fn
-
-    @classmethod
-    def of(cls, apply_fn: Callable[..., Any]) -> "_Scaled":
-        return cls._kept.setdefault(apply_fn, cls(apply_fn))
-
-    def __call__(self, packed: PyTree, x: Array) -> Array:
-        moved = jax.tree.map(
-            lambda b, s, m: b + s * m, packed["base"], packed["scale"], packed["move"]
-        )
-        return self.apply_fn(moved, x)
 
 
 def attribute_runs(
@@ -282,26 +262,28 @@ class _Data:
     quantity: Quantity
     num_outputs: int
     yq: Any
+    form: Form | None
 
 
 def _check_data(
     run: Trajectory, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss, of: Any
 ) -> _Data:
-    features = jnp.asarray(x)
+    form = form_of("x", x)
+    features = jnp.asarray(x) if form is None else form.pack("x", x)
     check_finite("x", features)
-    queries = check_queries(xq, features)
-    model = run.model(0)
+    queries = check_queries(xq, features, form=form)
+    model = run.model(0).reading(form)
     c = model.apply_shape(features[:1])[1]
     targets = loss.prepare_targets(y, c, model.dtype)
     check_rows("y", targets, features.shape[0], "point of x")
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
-    return _Data(features, targets, queries, quantity, c, yq)
+    return _Data(features, targets, queries, quantity, c, yq, form)
 
 
 def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.ndarray:
     """`S_t` with root mean square one for every query."""
     scores = checkpoint_scores(
-        run.model(k),
+        run.model(k).reading(data.form),
         data.x,
         data.targets,
         data.xq,
@@ -352,9 +334,9 @@ def _result(
             "combine": options.combine,
             "runs": len(runs),
         },
-        x=np.asarray(data.x),
+        x=shown(data.x, data.form),
         y=np.asarray(data.targets),
-        xq=np.asarray(data.xq),
+        xq=shown(data.xq, data.form),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
 

@@ -1,6 +1,7 @@
 """Effects of leaving points or groups out, streamed over queries and points."""
 
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float
 from .._support.checks import OVERFLOW, check_finite, check_indices, check_queries, check_range
 from .._support.compile import filter_jit
 from .._support.memory import memory_budget
+from .._support.points import shown
 from .._support.progress import ProgressFn, Ticker
 from ._attribution import Attribution, GroupAttribution
 from ._leave_one_out import Steps, leave_one_out
@@ -26,6 +28,10 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for a block of queries or of left-out points."""
+
+FAR_FROM_OPTIMUM = 1e-3
+"""Certified distance over `‖θ − θ₀‖` past which the result says that the model is not at its optimum. One
+point of a thousand moves it by about as much."""
 
 COPIES = 8
 """Arrays as large as a block's dual variables that a step holds at its peak."""
@@ -46,7 +52,7 @@ def attribute(
     """See `Fitted.attribute`."""
     start, fitted = time.perf_counter(), fitted.without_spare_rows()
     _check_options(first_order, refine, block_size)
-    xq = check_queries(xq, fitted.x)
+    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     outputs = fitted.predict(xq)
     form = leave_one_out(fitted, first_order=first_order, until=fitted._remaining(refine))
@@ -84,9 +90,9 @@ def attribute(
         distance_bound=bounds if refine is not None else None,
         notes=_notes(fitted, form.describe, first_order, refine, points, bounds),
         stats=stats,
-        x=np.asarray(fitted.x),
+        x=shown(fitted.data.x, fitted.data.form),
         y=np.asarray(fitted.data.targets),
-        xq=np.asarray(xq),
+        xq=shown(xq, fitted.data.form),
         yq=None if yq is None else np.asarray(yq),
     )
 
@@ -106,7 +112,7 @@ def attribute_groups(
     _check_options(False, refine, None)
     fitted = fitted.without_spare_rows()
     names, members = _checked_groups(groups, fitted)
-    xq = check_queries(xq, fitted.x)
+    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     pairs = [(i, j) for i in range(len(names)) for j in range(i)] if interactions else []
     sets = members + [np.union1d(members[i], members[j]) for i, j in pairs]
@@ -173,7 +179,7 @@ def _gap(fitted: TrainedModel) -> float:
 def _low_rank_reading(fitted: TrainedModel, delta: Float[Array, "n c k"]) -> Array:
     if not fitted.source.has_features:
         return delta
-    features = fitted.source.features(fitted.x).astype(delta.dtype)
+    features = fitted.source.features(fitted.data.x).astype(delta.dtype)
     return jnp.einsum("ncr,nck->rk", features, delta, precision=HIGHEST)
 
 
@@ -241,7 +247,7 @@ def _reader(
             return held[i]
         part = xq[i : i + rows]
         low = source.has_features
-        block = source.features(part) if low else source.block(part, fitted.x, False)
+        block = source.features(part) if low else source.block(part, fitted.data.x, False)
         block = block.astype(dtype)
         # Kept for the next block of points if the queries are one block, which is the usual case.
         if rows >= q:
@@ -330,6 +336,13 @@ def _notes(
     bounds: np.ndarray,
 ) -> tuple[str, ...]:
     notes = [form]
+    own = fitted.certificate
+    far = own.gradient_norm / max(own.ridge * own.parameter_norm, sys.float_info.min)
+    if far > FAR_FROM_OPTIMUM and not first_order:
+        notes.append(
+            f"the model is up to {far:.1g} of ‖θ − θ₀‖ from its optimum, and every effect includes the way "
+            "there; edit(until=...) or retrain first"
+        )
     if first_order:
         notes.append("first order: neither leverage nor the renormalised mean is accounted for")
     elif refine is None:

@@ -41,6 +41,7 @@ def extended(model: Trained, data: TrainingSet, progress: bool | ProgressFn) -> 
         jax.device_put(np.concatenate([model.data.targets, targets[old:]])),
         np.pad(model.data.sample_weights, (0, new - old)),
         model.data.purged,
+        data.form,
     )
     pre = model.preconditioner
     if isinstance(pre, SpectralPreconditioner):

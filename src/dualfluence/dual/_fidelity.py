@@ -62,8 +62,7 @@ class Trained(eqx.Module):
     @property
     def size(self) -> Float[Array, ""]:
         """`‖θ‖ + ‖θ₀‖`, what rounding of parameters is relative to."""
-        theta, theta_0 = (self.model.split(p)[0] for p in (self.params, self.model.params))
-        return tree_norm(theta) + tree_norm(theta_0)
+        return _size(self.model.as_given(), self.model.leave(self.params))
 
     @property
     def is_linear(self) -> bool:
@@ -72,11 +71,17 @@ class Trained(eqx.Module):
         At random parameters on a few points first, so that a nonlinear network costs a few passes,
         then at the trained parameters on all points.
         """
-        return _linear_at_random(self.model, self.x) and _same(
+        # Without the scale: a large one of some parameters would hide what others do.
+        plain = self.model.plain(self.x)
+        return _linear_at_random(plain, self.x) and _same(
             self.outputs,
             self.linear_outputs,
-            jnp.sqrt(self.model.kernel_diagonal(self.x)) * self.size,
+            jnp.sqrt(plain.kernel_diagonal(self.x)) * _size(plain, self.model.leave(self.params)),
         )
+
+
+def _size(model: Linearized, params: PyTree) -> Float[Array, ""]:
+    return model.norm(model.split(params)[0]) + model.norm(model.split(model.params)[0])
 
 
 def see(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Trained:

@@ -73,6 +73,7 @@ def write_record(
         "drift": float(state.drift),
         "operator": to_plain(describe_operator(op)),
         "reference": None if reference is None else to_plain(describe_reference(reference)),
+        **({} if data.form is None else {"form": data.form.to_plain()}),
         **{name: to_plain(record) for name, record in records.items()},
     }
     write_archive(path, header, {name: np.asarray(array) for name, array in arrays.items()})

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from .._support.checks import as_features, check_ridge
+from .._support.checks import check_ridge
 from .._support.options import check_count, check_positive, check_progress, maybe
+from .._support.points import enter_points
 from .._support.progress import ProgressFn
 from ..losses import AbstractLoss
 from ..models._checks import check_network
@@ -61,7 +62,8 @@ def fit(
 
     - `model`: from `linearize`, `adapters` or `infinite`, anything with `kernel(x1, x2)`, such a
       function, or a precomputed kernel matrix (then `x` may be `None`).
-    - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0.
+    - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0. For a
+      network features may be a tree of arrays (a dict of tokens and mask), and then are in every call.
     - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` of least leave-one-out loss over a grid
       and says why in `stats.notes` (a `K` in memory, on one device).
     - `kernel`: how `K` is held, or `K` itself: see `KernelOptions`.
@@ -167,7 +169,7 @@ def kernel_operator(
     if options.operator is not None:
         raise ValueError("kernel_operator: kernel is an operator already. Say how K is to be held.")
     source = place_source("kernel_operator", as_source(model, x), mesh, None)
-    features = as_features("x", x)
+    features = enter_points("x", x, source.form)
     network, c = source.network, options.num_outputs or 1
     if network is not None:
         c = check_network(network, features, options.num_outputs)

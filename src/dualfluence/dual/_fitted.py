@@ -148,11 +148,11 @@ class Fitted(TrainedModel):
             raise ValueError(
                 "with_jacobian: rows on a mesh are read out where they live, without J."
             )
-        model, rows = self.network, self.data.num_points * self.num_outputs
+        model, rows = self._network, self.data.num_points * self.num_outputs
         size = jnp.dtype(model.dtype).itemsize
         needed, hint = rows * model.num_params * size, "Go without it."
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
-        return replace(self, source=self.source.with_jacobian(self.x))
+        return replace(self, source=self.source.with_jacobian(self.data.x))
 
     def purge(self) -> "Fitted":
         """The same model without the rows of its removed points: features, targets and kernel entries.
@@ -191,7 +191,7 @@ class Fitted(TrainedModel):
             kernel_diagonal=fitted.kernel_diagonal,
             preconditioner=fitted.preconditioner,
             reference=self.reference,
-            tangent_params=None if self.reference is None else self.network.params,
+            tangent_params=None if self.reference is None else self._network.params,
             loss=self.loss,
             ridge=self.ridge,
             records={

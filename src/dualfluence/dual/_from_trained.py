@@ -19,7 +19,7 @@ from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_params
 from ..models._options import KernelArgument, kernel_options
-from ..models._sources import NetworkSource
+from ..models._sources import NetworkSource, bound_network
 from ..operators._layout import Device
 from ..problem._objective import Problem, State, make_problem
 from ..solvers import Auto, resolve
@@ -72,10 +72,12 @@ def from_trained(
     `fidelity` says how far the network is from stationary and from its linearisation, and a
     `FidelityWarning` when that is far.
 
+    With a scale `P` of the ridge, `PJᵀ` stands for `Jᵀ` and norms are those of `P⁻¹`, the gap's too.
+
     **Arguments:**
 
     - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards, or a model of
-      `adapters` at these parameters.
+      `adapters` at these parameters; its scale is that of your training, e.g. of a weight-decay mask.
     - `trained_params`: `θ`, a pytree like `θ₀`.
     - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
       at `θ₀` (`"initial"`, as the paper does). The same for linear models.
@@ -90,7 +92,8 @@ def from_trained(
     sketch = as_sketch("from_trained", sketch)
     ridge, options = check_ridge(ridge), kernel_options("from_trained", kernel)
     clock = Clock()
-    model = model.bound(x)
+    model = bound_network(model, x)
+    trained_params = model.enter(trained_params)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent
     at_theta = replace(model, params=trained_params)

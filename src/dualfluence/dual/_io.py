@@ -12,8 +12,11 @@ from jaxtyping import PyTree
 from .._support.archive import Damaged, checking, read_archive
 from .._support.checks import check_finite, check_ridge
 from .._support.options import check_loss, check_path, check_progress, maybe
+from .._support.points import Form
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
+from ..kernels._linearized import Linearized, as_network
+from ..kernels._scale import Shifted
 from ..losses import AbstractLoss
 from ..models._options import FORMS, check_operator
 from ..models._sources import AbstractSource, as_source
@@ -66,6 +69,7 @@ class Content(NamedTuple):
     certificate: Certificate
     stats: Stats
     fidelity: Fidelity | None
+    form: Form | None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -111,12 +115,12 @@ def load(
     own_loss = _loss(content, loss)
     with checking(path):
         _check_targets(own_loss, content)
-    source = as_source(model, arrays["x"])
+    source = _source(model, content)
     reference = _reference(source, content)
     source = _at_tangent(source, content, reference)
     fitted = Fitted(
         source=source,
-        data=_training_set(arrays),
+        data=_training_set(content),
         state=_state(content),
         reference=reference,
         loss=own_loss,
@@ -136,6 +140,18 @@ def load(
     return fitted
 
 
+def _source(model: Any, content: Content) -> AbstractSource:
+    """The model as it was fitted: on rows that unpack, where features were a tree of arrays."""
+    if content.form is None:
+        return as_source(model, content.arrays["x"])
+    network = as_network(model)
+    if not isinstance(network, Linearized):
+        raise ValueError(
+            "load: the file's features are a tree of arrays, which only a model from linearize takes."
+        )
+    return as_source(network.reading(content.form), content.arrays["x"])
+
+
 def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
     """Every field, or an exception that names the one that is wrong."""
     fidelity, ridge, drift = header["fidelity"], header["ridge"], header["drift"]
@@ -149,6 +165,7 @@ def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
         from_plain(Certificate, header["certificate"], "certificate"),
         from_plain(Stats, header["stats"], "stats"),
         None if fidelity is None else from_plain(Fidelity, fidelity, "fidelity"),
+        _form(header, arrays),
     )
     if type(ridge) is not float or check_ridge(ridge) != content.certificate.ridge:
         raise Damaged(f"ridge is {ridge!r}, its certificate's {content.certificate.ridge!r}")
@@ -164,6 +181,19 @@ def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
         raise Damaged(f"its kernel is {how}")
     _check_arrays(content)
     return content
+
+
+def _form(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Form | None:
+    """How rows of features unpack, where they were a tree of arrays."""
+    if "form" not in header:
+        return None
+    try:
+        form = Form.from_plain(header["form"])
+    except (TypeError, ValueError, KeyError) as error:
+        raise Damaged(f"the form of its features is {header['form']!r}") from error
+    if not form.holds(arrays["x"]):
+        raise Damaged(f"x has shape {arrays['x'].shape}, not {form.size} bytes for each point")
+    return form
 
 
 def _check_arrays(content: Content) -> None:
@@ -259,9 +289,10 @@ def _state(content: Content) -> State:
     return State(alpha, k_alpha, np.asarray(content.drift, alpha.dtype))
 
 
-def _training_set(arrays: dict[str, np.ndarray]) -> TrainingSet:
+def _training_set(content: Content) -> TrainingSet:
+    arrays = content.arrays
     x, targets = jnp.asarray(arrays["x"]), jnp.asarray(arrays["targets"])
-    return TrainingSet(x, targets, arrays["sample_weights"], arrays.get("purged"))
+    return TrainingSet(x, targets, arrays["sample_weights"], arrays.get("purged"), content.form)
 
 
 def _loss(content: Content, given: AbstractLoss | None) -> AbstractLoss:
@@ -313,7 +344,19 @@ def _parameters(own: PyTree, content: Content, kind: str) -> PyTree:
         )
     stored = {name: jnp.asarray(array) for name, array in found.items()}
     both = [stored.get(f"{kind}_{i}", leaf) for i, leaf in enumerate(leaves)]
-    return jax.tree.unflatten(treedef, both)
+    params = jax.tree.unflatten(treedef, both)
+    if isinstance(own, Shifted):
+        _check_scale(own, params)
+    return params
+
+
+def _check_scale(own: Shifted, stored: Shifted) -> None:
+    pairs = zip(jax.tree.leaves(own.roots), jax.tree.leaves(stored.roots), strict=True)
+    if not all(np.array_equal(a, b) for a, b in pairs):
+        raise ValueError(
+            "load: this model is not the one that was saved: it has another scale. Give linearize the "
+            "scale that it had."
+        )
 
 
 def _operator(
@@ -366,7 +409,7 @@ def _check_outputs(fitted: Fitted, slack: float) -> None:
         return  # a purge moved the reference: the network there is not its linearisation
     present = np.flatnonzero(fitted.data.sample_weights)
     where = present[np.unique(np.linspace(0, present.size - 1, PROBES).astype(int))]
-    want, got = fitted.outputs[where], fitted.predict(fitted.x[where])
+    want, got = fitted.outputs[where], fitted.predict(fitted.data.x[where])
     diagonal = jnp.maximum(fitted.kernel_diagonal, 0)
     reach = jnp.sqrt(jnp.max(diagonal) * jnp.sum(diagonal * fitted.alpha**2))
     size = float(jnp.max(jnp.abs(want)) + reach)

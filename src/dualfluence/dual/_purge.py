@@ -37,7 +37,7 @@ def purged(model: Trained) -> Trained:
     alpha = jnp.where((data.sample_weights > 0)[:, None], base.state.alpha, 0)
     reference, pre = model.reference, model.preconditioner
     if reference is not None:
-        reference = replace(reference, params=model.params(), alpha=alpha)
+        reference = replace(reference, params=model._entered_params(), alpha=alpha)
     if isinstance(pre, SpectralPreconditioner):
         again = Sketch(pre.features.shape[2])
         pre, _ = make_preconditioner(source, data.x, op, CG(), again)
@@ -62,7 +62,7 @@ def stand_ins(data: TrainingSet) -> np.ndarray:
 
 def purged_data(data: TrainingSet, rows: np.ndarray) -> TrainingSet:
     gone = np.flatnonzero(data.sample_weights == 0)
-    return TrainingSet(data.x[rows], data.targets[rows], data.sample_weights, gone)
+    return TrainingSet(data.x[rows], data.targets[rows], data.sample_weights, gone, data.form)
 
 
 def purged_operator(op: AbstractKernelOperator, x: Array, rows: np.ndarray) -> Any:

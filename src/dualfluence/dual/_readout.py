@@ -51,9 +51,9 @@ class DualModel(abc.ABC):
     reference: Reference | None
 
     @property
-    def x(self) -> Array:
-        """Training features, one row per point; rows of removed points stay."""
-        return self.data.x
+    def x(self) -> Any:
+        """Training features as they were given, one row per point; rows of removed points stay."""
+        return self.data.features
 
     @property
     @abc.abstractmethod
@@ -67,7 +67,12 @@ class DualModel(abc.ABC):
 
     @property
     def network(self) -> Linearized:
-        """The linearised network, or an error for a kernel without parameters."""
+        """The linearised network with its parameters `θ`, or an error for a kernel without any."""
+        return self._network.as_given()
+
+    @property
+    def _network(self) -> Linearized:
+        """The network as the kernel sees it, in the scale of the ridge."""
         if self.source.network is None:
             raise TypeError(
                 "params: this model is a kernel without parameters (infinitely wide, or your own "
@@ -88,7 +93,7 @@ class DualModel(abc.ABC):
 
     @cached_property
     def _x_rows(self) -> Array:
-        return self._read_layout.place(self.x, "last")
+        return self._read_layout.place(self.data.x, "last")
 
     def _read_rows(self, values: Float[Array, "n c"]) -> Float[Array, "m c"]:
         return values if self.layout.sharding is None else self.layout.points(values)
@@ -123,10 +128,14 @@ class DualModel(abc.ABC):
         return (until - ref.gap) * (1 - 4 * float(np.finfo(float).eps))
 
     def params(self) -> PyTree:
-        """`θ₀ + Jᵀα`, a pytree like the one given to `linearize`."""
-        base = self.network.params if self.reference is None else self.reference.params
+        """`θ₀ + Jᵀα` (with a scale `θ₀ + PJᵀα`), a pytree like the one given to `linearize`."""
+        base = self._network.params if self.reference is None else self.reference.params
         alpha = self._read_rows(self.state.alpha)
         return self.source.moved_params(base, self._x_rows, alpha, self._reference_alpha())
+
+    def _entered_params(self) -> PyTree:
+        """`params()` in the form that the network of the kernel takes."""
+        return self._network.enter(self.params())
 
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
@@ -136,20 +145,20 @@ class DualModel(abc.ABC):
         - `xq`: queries, like the training features.
         - `linearised`: `False` evaluates the network itself at `params()` instead.
         """
-        xq = check_queries(xq, self.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         outputs = self._outputs_at(xq, check_flag("predict: linearised", linearised))
         check_finite("predict", outputs, hint=OVERFLOW)
         return outputs
 
     def _outputs_at(self, xq: Array, linearised: bool) -> Float[Array, "q c"]:
         if not linearised:
-            return outputs_at(self.network, self.params(), xq, linearised=False)
+            return outputs_at(self._network, self._entered_params(), xq, linearised=False)
         since, alpha = self._reference_alpha(), self._read_rows(self.state.alpha)
         alpha = alpha if since is None else alpha - since
         move = self.source.cross_mv(xq, self._x_rows, alpha)
         if self.reference is not None:
             ref = self.reference
-            return move + outputs_at(self.network, ref.params, xq, ref.linearised)
+            return move + outputs_at(self._network, ref.params, xq, ref.linearised)
         base = self.source.base_outputs(xq, move.shape[1])
         return move if base is None else move + base
 

@@ -13,7 +13,6 @@ from jaxtyping import Array
 from .._plan import check_fits
 from .._support.checks import (
     as_array,
-    as_features,
     check_finite,
     check_ridge,
     check_rows,
@@ -21,6 +20,7 @@ from .._support.checks import (
 )
 from .._support.memory import memory_budget
 from .._support.options import check_loss, check_progress
+from .._support.points import enter_points
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
@@ -93,7 +93,7 @@ def prepare(
     if base.dtype != dtype or op.dtype != dtype:
         base = base.astype(op.dtype)
         targets = loss.prepare_targets(y, c, op.dtype)
-    data = TrainingSet(features, targets, samples)
+    data = TrainingSet(features, targets, samples, form=source.form)
     return Setup(data, op, op.layout.place(base, "last"), (*notes, *source.notes))
 
 
@@ -127,7 +127,7 @@ def make_operator(
 def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:
     """Training features; without them, the positions of a precomputed kernel."""
     if x is not None:
-        return as_features("x", x)
+        return enter_points("x", x, source.form)
     if source.network is not None:
         raise ValueError("fit: x is None, but a network needs its training features.")
     check_rows("y", targets, max(1, len(targets) if targets.ndim else 1), "point")
@@ -240,6 +240,7 @@ def _check_linear(model: Linearized, x: Array) -> None:
     model.apply_shape(x)
     if model.anchor != "zero":
         return
+    model = model.plain(x)
     theta, frozen = model.split(model.params)
     probe, few = random_like(theta, seed=0), x[:4]
     actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)

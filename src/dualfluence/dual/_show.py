@@ -31,7 +31,7 @@ def show_update(update: Any) -> str:
 
 def _rows(model: Any, base: TrainedModel) -> list[tuple[str, str]]:
     data = model.data
-    used, shape = int((data.sample_weights > 0).sum()), tuple(data.x.shape[1:])
+    used, shape = int((data.sample_weights > 0).sum()), _point(data)
     removed = data.num_points - used
     gone = f", {removed:,} more of weight zero" if removed else ""
     return [
@@ -43,6 +43,12 @@ def _rows(model: Any, base: TrainedModel) -> list[tuple[str, str]]:
         ("solver", f"{model.stats.solver} ({model.stats.reason})"),
         ("run", model.stats.summary()),
     ]
+
+
+def _point(data: Any) -> str:
+    if data.form is None:
+        return str(tuple(data.x.shape[1:]))
+    return ", ".join(f"{shape} {dtype}" for shape, dtype in data.form.leaves)
 
 
 def _model(source: AbstractSource) -> str:

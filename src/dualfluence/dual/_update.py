@@ -51,7 +51,7 @@ class Update(DualModel, Generic[Trained]):
 
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
-        xq = check_queries(xq, self.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         if check_flag("delta_outputs: linearised", linearised):
             change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
@@ -80,7 +80,7 @@ class Update(DualModel, Generic[Trained]):
           `first_order`.
         - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
         """
-        xq = check_queries(xq, self.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         check_flag("delta_loss: first_order", first_order)
         check_flag("delta_loss: include_ridge", include_ridge)
         check_flag("delta_loss: linearised", linearised)

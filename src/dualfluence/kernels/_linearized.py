@@ -10,22 +10,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
+from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
-from .._support.trees import is_floating
+from .._support.trees import is_floating, tree_norm
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block
 from ._params import leaf_name, split_params, statistics
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
+from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
 from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
+
+Points = Any
+"""Points on axis 0 of an array, or of every array of a tree."""
 
 MAX_BATCH = 2048
 
@@ -39,6 +44,10 @@ class Linearized(eqx.Module):
 
     Made by `linearize`. All products run in batches of points, so that memory is that of one batch
     and one parameter vector.
+
+    `scale` is the `P` of `linearize`, for each trainable leaf a number, an array like it, or `None`
+    for 1; `None` alone where every leaf has 1. Kernels are those of `P`; `jvp`, `vjp` and `jacobian`
+    are products with `J` itself.
     """
 
     apply_fn: ApplyFn = eqx.field(static=True)
@@ -47,21 +56,25 @@ class Linearized(eqx.Module):
     batch_size: int | None = eqx.field(static=True)
     anchor: str = eqx.field(static=True, default="params")
     held: tuple[str, ...] = eqx.field(static=True, default=())
+    scale: tuple[Any, ...] | None = None
+    form: Form | None = eqx.field(static=True, default=None)
 
     def bound(self, x: Any) -> "Linearized":
         """The model with what `apply_fn` closes over as it is now, for points like those of `x`.
 
         Everything that keeps a model or its compiled programs keeps a bound one: see `Snapshot`. A
         bound model stays as it is; where `apply_fn` fails, so does this one, for `apply_shape` to say.
+        One with a scale comes `in_scale`.
         """
+        if self.scale is not None:
+            return self.in_scale().bound(x)
         if isinstance(self.apply_fn, Snapshot) or x is None or isinstance(x, Tracer):
             return self
         try:  # x as it came: what is no array is refused later, by name
-            shape = np.shape(x)
-            dtype = jax.dtypes.canonicalize_dtype(getattr(x, "dtype", None) or np.asarray(x).dtype)
-            if not shape:
+            shape = jax.tree.map(_shape, x) if is_tree(x) else _shape(x)
+            if not all(leaf.shape for leaf in jax.tree.leaves(shape)):
                 return self
-            now = self._snapshot(jax.ShapeDtypeStruct(shape, dtype))
+            now = self._snapshot(shape)
         except Exception:  # user code may raise anything
             return self
         return replace(self, apply_fn=now)
@@ -73,12 +86,73 @@ class Linearized(eqx.Module):
             return fn
         return take_snapshot(fn, self.params, x)
 
+    def in_scale(self) -> "Linearized":
+        """The same network as a function of `φ` in `θ = θ₀ + P^{1/2}φ`, with a plain ridge.
+
+        Its parameters are `Shifted`; `enter` and `leave` go from `θ` to these and back. Everything
+        behind `fit` works on it, so that no other code needs to know of scales.
+        """
+        if self.scale is None:
+            return self
+        params = shifted(self.params, self.trainable, self.scale)
+        fn = InScale(_without(self.apply_fn, Snapshot))
+        return replace(self, apply_fn=fn, params=params, trainable=params.mask, scale=None)
+
+    def reading(self, form: Form | None) -> "Linearized":
+        """The network `in_scale` on points that are packed: rows of bytes instead of trees of arrays."""
+        own = self.in_scale()
+        if form is None or form == own.form:
+            return own
+        fn = _without(own.apply_fn, Snapshot, Reading)
+        return replace(own, apply_fn=Reading(fn, form), form=form)
+
+    def as_given(self) -> "Linearized":
+        """The network as `linearize` made it, of `θ` and trees: undoes `in_scale` and `reading`."""
+        own = self.params
+        if not isinstance(own, Shifted) and self.form is None:
+            return self
+        fn = _without(self.apply_fn, Snapshot, Reading, InScale)
+        plain = replace(self, apply_fn=fn, form=None)
+        if not isinstance(own, Shifted):
+            return plain
+        scale = tuple(None if root is None else root**2 for root in own.roots)
+        return replace(plain, params=own.params(), trainable=own.trainable, scale=scale)
+
+    def plain(self, x: Any) -> "Linearized":
+        """The network without any scale, bound: what is said of `f` itself is tested on it."""
+        if self.scale is None and not isinstance(self.params, Shifted):
+            return self
+        return replace(self.as_given(), scale=None).reading(self.form).bound(x)
+
+    def enter(self, params: PyTree) -> PyTree:
+        """Parameters `θ` in the form that this model takes."""
+        return self.params.at(params) if isinstance(self.params, Shifted) else params
+
+    def leave(self, params: PyTree) -> PyTree:
+        """`θ`, from parameters in the form that this model takes."""
+        return params.params() if isinstance(params, Shifted) else params
+
+    def leave_step(self, step: PyTree) -> PyTree:
+        """`Δθ` with `None` in the place of other leaves, from a step of the trainable leaves."""
+        return self.params.spread(step.move) if isinstance(self.params, Shifted) else step
+
+    def norm(self, step: PyTree) -> Float[Array, ""]:
+        """`‖Δθ‖` of a step of the trainable leaves, in the norm `P⁻¹` that certificates speak of.
+
+        `split(params)[0]` has such leaves; without a scale it is the norm of all numbers.
+        """
+        return tree_norm(step if self.scale is None else weighted(step, self.scale))
+
+    def distance(self, params_a: PyTree, params_b: PyTree) -> float:
+        """`‖θ_a − θ_b‖` over the trainable leaves, in the norm `P⁻¹` that certificates speak of."""
+        a, b = self.split(params_a)[0], self.split(params_b)[0]
+        return float(self.norm(jax.tree.map(jnp.subtract, a, b)))
+
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """Trainable leaves and the rest, each with `None` in the other's places."""
-        treedef = jax.tree.structure(params)
-        return eqx.partition(params, jax.tree.unflatten(treedef, self.trainable))
+        return split_leaves(params, self.trainable)
 
-    def batch(self, x: Shaped[Array, "n ..."]) -> int:
+    def batch(self, x: Points) -> int:
         """Points per batch, equal in size so that little is padding.
 
         By default as many as keep the largest activation within `BATCH_BYTES`: larger batches of
@@ -86,128 +160,140 @@ class Linearized(eqx.Module):
         """
         size = self.batch_size
         if size is None:
-            point = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+            point = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), x)
             each = largest_activation(lambda v: self.apply_fn(self.params, v), point)
             size = min(MAX_BATCH, max(1, BATCH_BYTES // each))
-        return math.ceil(x.shape[0] / math.ceil(x.shape[0] / size))
+        n = count_points(x)
+        return math.ceil(n / math.ceil(n / size))
 
-    def __call__(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def __call__(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""
         with jax.default_matmul_precision(PRECISION):
             return map_rows(lambda xb: self.apply_fn(params, xb), x, self.batch(x))
 
-    def base_outputs(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def base_outputs(self, x: Points) -> Float[Array, "n c"]:
         """`f(x; θ₀)`."""
         return self(self.params, x)
 
-    def linearised(self, params: PyTree, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+    def linearised(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
         """`f(x; θ₀) + J(x)(θ − θ₀)` at any parameters `θ`."""
         theta, theta_0 = self.split(params)[0], self.split(self.params)[0]
         return self.base_outputs(x) + self.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))
 
-    def jvp(self, x: Shaped[Array, "n ..."], tangent: PyTree) -> Float[Array, "n c"]:
+    def jvp(self, x: Points, tangent: PyTree) -> Float[Array, "n c"]:
         """`J(x) t` for a tangent with the structure of the trainable leaves."""
         self.apply_shape(x)
         theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
             return push_rows(outputs, theta, x, tangent, self.batch(x))
 
-    def vjp(self, x: Shaped[Array, "n ..."], v: Float[Array, "n c"]) -> PyTree:
+    def vjp(self, x: Points, v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, summed over points, as a pytree of the trainable leaves."""
         self.apply_shape(x)
         theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
             return pull_rows(outputs, theta, x, v, self.batch(x))
 
-    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Array], Array]]:
+    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Points], Array]]:
         """The trainable leaves, and the network as a function of them."""
         theta, frozen = self.split(self.params)
         return theta, lambda t, x: self.apply_fn(eqx.combine(t, frozen), x)
 
     def kernel(
         self,
-        x1: Shaped[Array, "n1 ..."],
-        x2: Shaped[Array, "n2 ..."] | None = None,
+        x1: Points,
+        x2: Points | None = None,
         *,
         progress: bool | ProgressFn = True,
         **options: Any,
     ) -> Float[Array, "..."]:
-        """`J(x1) J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
+        """`J(x1) P J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
 
         `options` are those of `kernels.empirical_kernel`, e.g. `flat=True` for `(n1·c, n2·c)`.
         """
-        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
-        apply_fn = self.bound(x1).apply_fn
+        model = self.bound(x1)
         with jax.default_matmul_precision(PRECISION):
             return empirical_kernel(
-                apply_fn, self.params, x1, x2, trainable=mask, progress=progress, **options
+                model.apply_fn,
+                model.params,
+                x1,
+                x2,
+                trainable=model._mask(),
+                progress=progress,
+                **options,
             ).value
 
-    def kernel_block(self, x1: Array, x2: Array) -> Float[Array, "n1 c n2 c"]:
-        """`J(x1) J(x2)ᵀ` in one piece, for use inside other compiled functions."""
-        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
+    def kernel_block(self, x1: Points, x2: Points) -> Float[Array, "n1 c n2 c"]:
+        """`J(x1) P J(x2)ᵀ` in one piece, for use inside other compiled functions."""
+        own = self.in_scale()
         with jax.default_matmul_precision(PRECISION):
-            return kernel_block(self.apply_fn, self.params, x1, x2, trainable=mask)
+            return kernel_block(own.apply_fn, own.params, x1, x2, trainable=own._mask())
 
-    def kernel_diagonal(self, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
-        """`‖∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
+    def _mask(self) -> PyTree:
+        """`trainable` in the tree of the parameters."""
+        return jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
+
+    def kernel_diagonal(self, x: Points) -> Float[Array, "n c"]:
+        """`‖P^{1/2} ∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
         model = self.bound(x)
         model.apply_shape(x)
         return _diagonal(model, x)
 
-    def jacobian(self, x: Shaped[Array, "n ..."]) -> PyTree:
+    def jacobian(self, x: Points) -> PyTree:
         """`J(x)`: for every trainable leaf an array of shape `(n, c, *leaf.shape)`."""
         return self._per_point(x, lambda grads: grads)
 
-    def _per_point(self, x: Array, use: Callable[[PyTree], Any]) -> Any:
+    def _per_point(self, x: Points, use: Callable[[PyTree], Any]) -> Any:
         """`use` of every point's gradients, each leaf `(c, *leaf.shape)`."""
         c = self.apply_shape(x)[1]
         theta, outputs = self._outputs()
 
-        def point(xi: Array) -> Any:
-            f, back = jax.vjp(lambda t: outputs(t, xi[None])[0], theta)
+        def point(xi: Points) -> Any:
+            alone = jax.tree.map(lambda a: a[None], xi)
+            f, back = jax.vjp(lambda t: outputs(t, alone)[0], theta)
             return use(jax.vmap(back)(jnp.eye(c, dtype=f.dtype))[0])
 
         with jax.default_matmul_precision(PRECISION):
-            return jax.lax.map(point, x, batch_size=min(self._points_at_once(c), x.shape[0]))
+            size = min(self._points_at_once(c), count_points(x))
+            return jax.lax.map(point, x, batch_size=size)
 
     def _points_at_once(self, c: int) -> int:
         """Points whose gradients fit in `GRADIENT_BYTES`."""
         return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
-    def apply_shape(self, x: Shaped[Array, "n ..."]) -> tuple[int, int]:
+    def apply_shape(self, x: Points) -> tuple[int, int]:
         """`(n, c)`, or an error if `apply_fn` returns anything else or lets points see each other."""
         known = isinstance(self.apply_fn, Snapshot) and self.apply_fn.fits(x)
-        n, c = (x.shape[0], self._columns()) if known else self._traced_shape(x)
-        if not isinstance(x, Tracer):
+        n, c = (count_points(x), self._columns()) if known else self._traced_shape(x)
+        if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
             self._guard(x)
         return n, c
 
     def _columns(self) -> int:
         assert isinstance(self.apply_fn, Snapshot)
         points = self.apply_fn.args[1]
-        return check_shape(self.apply_fn.outputs, points.shape[0])
+        return check_shape(self.apply_fn.outputs, count_points(points))
 
-    def _traced_shape(self, x: Array) -> tuple[int, int]:
+    def _traced_shape(self, x: Points) -> tuple[int, int]:
         try:
             out = eqx.filter_eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
         except ChangedError:
             raise
         except Exception as error:  # user code may raise anything
+            given = x if self.form is None else jax.eval_shape(self.form.unpack, x)
             raise ValueError(
-                f"linearize: apply_fn(params, x) fails for x of shape {x.shape} and dtype {x.dtype}: "
+                f"linearize: apply_fn(params, x) fails for x of {_described(given)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return x.shape[0], check_shape(out, x.shape[0])
+        return count_points(x), check_shape(out, count_points(x))
 
-    def _guard(self, x: Array) -> None:
+    def _guard(self, x: Points) -> None:
         """Raise where points see each other, for any parameters or, failing that, for these."""
         now = self._snapshot(x)
         apart = _GUARDS.get((now, self.trainable))
         if apart is not None and apart.proven:
             return
-        mask = jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
-        split, leaves, rest = split_params(self.params, mask)
+        split, leaves, rest = split_params(self.params, self._mask())
         with jax.default_matmul_precision(PRECISION):
             if apart is None:
 
@@ -233,6 +319,8 @@ class Linearized(eqx.Module):
         notes: tuple[str, ...] = ()
         if self.held:
             notes += (f"statistics held fixed, not trained: {', '.join(self.held)}",)
+        if isinstance(self.params, Shifted):
+            notes += self.params.notes
         fn, eps = self.apply_fn, self.arithmetic_eps
         if isinstance(fn, Snapshot) and eps > float(jnp.finfo(self.dtype).eps):
             name, own = fn.arithmetic.name, jnp.dtype(self.dtype).name
@@ -250,6 +338,26 @@ class Linearized(eqx.Module):
         return jnp.result_type(*jax.tree.leaves(self.split(self.params)[0]))
 
 
+def _shape(x: Any) -> jax.ShapeDtypeStruct:
+    dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
+
+
+def _described(x: Any) -> str:
+    """Shape and dtype of one array, or of those of a tree."""
+    if not is_tree(x):
+        return f"shape {x.shape} and dtype {x.dtype}"
+    leaves = jax.tree.leaves_with_path(x)
+    return ", ".join(f"{jax.tree_util.keystr(k)}: shape {v.shape}, {v.dtype}" for k, v in leaves)
+
+
+def _without(fn: Any, *layers: type) -> Any:
+    """A function without the wrappers of these types around it."""
+    while isinstance(fn, layers):
+        fn = fn.fn
+    return fn
+
+
 def as_network(model: Any) -> Any:
     """The linearised network that an adapted model brings along; anything else as it is."""
     own = getattr(model, "linearized", None)
@@ -257,7 +365,7 @@ def as_network(model: Any) -> Any:
 
 
 @eqx.filter_jit
-def _diagonal(model: Linearized, x: Shaped[Array, "n ..."]) -> Float[Array, "n c"]:
+def _diagonal(model: Linearized, x: Points) -> Float[Array, "n c"]:
     def square(grads: PyTree) -> Array:
         parts = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
         return sum(parts[1:], start=parts[0])
@@ -289,6 +397,7 @@ def linearize(
     anchor: str = "params",
     trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
     batch_size: int | None = None,
+    scale: Any = None,
 ) -> Linearized:
     r"""Linearise any JAX function of a parameter pytree at `params`.
 
@@ -296,11 +405,17 @@ def linearize(
     For a model that is linear in its parameters, `anchor="zero"` gives the usual
     $\frac{\lambda}{2}\|\theta\|^2$ instead (paper, section 3.4); `fit` checks that it is linear.
 
+    With a `scale`, $P$ on the diagonal, the ridge is
+    $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$: a parameter with a large scale is hardly pulled.
+    The kernel is then $JPJ^\top$, parameters are $\theta_0+PJ^\top\alpha$, and every norm and distance of
+    parameters that a fit, an edit or a certificate states is that of $P^{-1}$.
+
     **Arguments:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 must not see each other. What else
-      it reads (closed-over arrays, attributes, globals) is read anew by every `fit`, `from_trained`
-      or `kernel`; what these return keeps it, and refuses to mix it with a later change.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of arrays,
+      must not see each other. What else it reads (closed-over arrays, attributes, globals) is read anew
+      by every `fit`, `from_trained` or `kernel`; what these return keeps it, and refuses to mix it with
+      a later change.
     - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable,
       all else (integers, Python numbers, functions, …) is kept as it is. So are statistics: a
       collection such as `batch_stats` beside `params`, and variables of NNX that are not `Param`.
@@ -308,6 +423,10 @@ def linearize(
     - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer; it has the
       last word on statistics too.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
+    - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (hardly
+      pulled at all: 1e7, in float32 1e3) or an array like the leaf; or a rule `(path, leaf) -> ` one
+      of these. One number for a leaf keeps its kernel as fast as without; an array makes the kernel
+      form this leaf's Jacobian.
     """
     check_function("linearize: apply_fn", apply_fn, "of (params, x)")
     check_choice("linearize: anchor", anchor, ("params", "zero"))
@@ -346,4 +465,5 @@ def linearize(
     if anchor == "zero":
         arrays = [jnp.zeros_like(a) if used else a for a, used in zip(arrays, mask, strict=True)]
     params = jax.tree.unflatten(treedef, arrays)
-    return Linearized(apply_fn, params, mask, batch_size, anchor, held)
+    scales = check_scale(scale, params, mask)
+    return Linearized(apply_fn, params, mask, batch_size, anchor, held, scales)

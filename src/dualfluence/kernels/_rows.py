@@ -260,6 +260,13 @@ def _slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     return state
 
 
+def _bitcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+    # Bytes on the last axis become numbers or the other way round: the points must not be on it.
+    if ins[0].axis >= min(len(shapes[0]), len(outs[0])):
+        raise Mixed(op.name)
+    return ins[0]
+
+
 def _update_slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     state = _meet(ins[:2], shapes[:2])
     whole = shapes[0][state.axis] == shapes[1][state.axis]
@@ -292,6 +299,7 @@ RULES: dict[str, Rule] = {
     "dot_general": _dot,
     "conv_general_dilated": _conv,
     "gather": _gather,
+    "bitcast_convert_type": _bitcast,
     "slice": _slice,
     "dynamic_slice": _slice,
     "dynamic_update_slice": _update_slice,

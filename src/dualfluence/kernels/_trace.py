@@ -151,6 +151,8 @@ def arithmetic(closed: Any, num_params: int) -> Arithmetic:
 
 def _units(op: Any, outs: Iterable[Any]) -> list[Arithmetic]:
     """Rounding units of an operation and of everything inside it."""
+    if op.primitive.name == "bitcast_convert_type":  # bytes of packed points: nothing is rounded
+        return []
     found = [_of_dtype(aval.dtype) for aval in outs if _is_float(aval)]
     if op.params.get("precision") is not None and found:
         found += _of_product(op.params["precision"])

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
-from .._support.checks import as_features
 from .._support.compile import filter_jit, jit
 from .._support.options import check_choice, check_count, check_key, maybe
+from .._support.points import enter_points
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator
@@ -149,7 +149,8 @@ def low_rank(
     check_choice("low_rank: method", method, ("nystrom", "random-features"))
     num_outputs = maybe(check_count, "low_rank: num_outputs", num_outputs)
     chosen_key = jax.random.key(0) if key is None else check_key("low_rank: key", key)
-    source, points = as_source(model, x), as_features("low_rank: x", x)
+    source = as_source(model, x)
+    points = enter_points("low_rank: x", x, source.form)
     if source.network is not None:
         num_outputs = check_network(source.network, points, num_outputs)
     if method == "random-features":

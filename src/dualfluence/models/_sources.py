@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PyTree, Shaped
 
 from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import filter_jit, jit
+from .._support.points import Form, count_points, form_of
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized, as_network
 from ..operators import (
@@ -37,13 +38,18 @@ class AbstractSource(eqx.Module):
 
     @property
     def network(self) -> Linearized | None:
-        """The linearised network behind the kernel, if there is one."""
+        """The linearised network behind the kernel, if there is one, in the scale of its ridge."""
         return None
 
     @property
     def num_positions(self) -> int | None:
         """Points of a precomputed kernel; `None` where features are not positions."""
         return None
+
+    @property
+    def form(self) -> Form | None:
+        """How rows of features unpack, for a network whose inputs are a tree of arrays."""
+        return None if self.network is None else self.network.form
 
     @property
     def narrow_eps(self) -> float | None:
@@ -114,11 +120,10 @@ class AbstractSource(eqx.Module):
     def moved_params(
         self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
     ) -> PyTree:
-        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are."""
+        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are, as `θ` for the user."""
         assert self.network is not None
-        theta, frozen = self.network.split(params)
         step = self.pull_back(x, v if since is None else v - since)
-        return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+        return _moved(self.network, params, step)
 
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
@@ -158,7 +163,7 @@ class AbstractSource(eqx.Module):
 class NetworkSource(AbstractSource):
     """A linearised network; queries go through `J(x_q)(Jᵀv)`, so no cross kernel is ever formed."""
 
-    model: Linearized
+    model: Linearized = eqx.field(converter=Linearized.in_scale)
 
     @property
     def network(self) -> Linearized:
@@ -361,10 +366,18 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
     With points `x`, a network is bound to what it closes over now.
     """
     model = as_network(model)
+    form = form_of("x", x)
+    if isinstance(model, Linearized):
+        return NetworkSource(bound_network(model, x))
+    if isinstance(model, AbstractSource) and model.form == form:
+        return model
+    if form is not None:
+        raise TypeError(
+            "fit: features that are a tree of arrays need a network made by linearize; a kernel takes "
+            "one array. A low-rank model takes such trees where low_rank was given one."
+        )
     if isinstance(model, AbstractSource):
         return model
-    if isinstance(model, Linearized):
-        return NetworkSource(model.bound(x))
     if isinstance(model, (jax.Array, np.ndarray)):
         return KernelSource(PrecomputedKernel(model).kernel, False)
     method: Callable[..., Any] | None = getattr(model, "kernel", None)
@@ -379,6 +392,12 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
         "fit: model must come from linearize or dualfluence.infinite, have a method "
         f"kernel(x1, x2), be such a function, or be a kernel matrix; got {name}."
     )
+
+
+def bound_network(model: Linearized, x: Any) -> Linearized:
+    """The network in the scale of its ridge, bound, and reading packed rows if `x` is a tree of arrays."""
+    form = form_of("x", x)
+    return model.reading(form).bound(x if form is None else form.struct(count_points(x)))
 
 
 def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelOperator:
@@ -467,4 +486,4 @@ def moved_params(
 
 def _moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
     theta, frozen = model.split(params)
-    return eqx.combine(jax.tree.map(jnp.add, theta, step), frozen)
+    return model.leave(eqx.combine(jax.tree.map(jnp.add, theta, step), frozen))

@@ -20,7 +20,7 @@ from ._sharded import ShardedMatrixFreeOperator
 class MatrixFreeOperator(AbstractKernelOperator):
     """`v ↦ J(Jᵀv)` by batched vjp, then jvp. Memory of one parameter vector and one batch."""
 
-    model: Linearized
+    model: Linearized = eqx.field(converter=Linearized.in_scale)
     x: Shaped[Array, "n ..."]
     c: int = eqx.field(static=True)
 

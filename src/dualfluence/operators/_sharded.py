@@ -74,7 +74,7 @@ class ShardedOperator(AbstractWrapper):
 class ShardedMatrixFreeOperator(AbstractKernelOperator):
     """`v ↦ J(Jᵀv)` with each device's own points: one sum of a parameter vector per product."""
 
-    model: Linearized
+    model: Linearized = eqx.field(converter=Linearized.in_scale)
     x: Shaped[Array, "n ..."]
     c: int = eqx.field(static=True)
     placement: Layout = eqx.field(static=True)

@@ -22,6 +22,7 @@ from .._support.options import (
     check_on_failure,
     maybe,
 )
+from .._support.points import shown
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..dual._readout import outputs_at
@@ -29,6 +30,7 @@ from ..dual._record import OnFailure
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_params
+from ..models._sources import bound_network
 from ._curvature import Curvature, make_curvature
 from ._gradients import gradient_products, point_gradients, rows_at_once
 from ._influence import _training_set, _with_batches
@@ -82,10 +84,11 @@ def attribute(
     linearised = check_flag("attribute: linearised", linearised)
     check_on_failure("attribute", on_failure)
     solver = check_primal_solver("attribute", CG() if solver is None else solver)
-    model = model.bound(x)
     theta = check_params("attribute: params", model, params)
+    model = bound_network(model, x)
+    theta = model.enter(theta)
     data = _training_set(model, x, y, weights, loss)
-    queries = check_queries(xq, data.x)
+    queries = check_queries(xq, data.x, form=data.form)
     c = model.apply_shape(data.x)[1]
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
     sized = _with_batches(model, data.x, batch_size)
@@ -106,9 +109,9 @@ def attribute(
         own=own,
         notes=(f"first-order effects in parameter space by {solver!r}", *scorer.notes),
         stats=scorer.stats | {"solver": repr(solver), "seconds": time.perf_counter() - start},
-        x=np.asarray(data.x),
+        x=shown(data.x, data.form),
         y=np.asarray(data.targets),
-        xq=np.asarray(queries),
+        xq=shown(queries, data.form),
         yq=None if yq is None else np.asarray(yq),
     )
 

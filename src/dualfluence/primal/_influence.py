@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import (
     NotFinite,
     as_array,
-    as_features,
     check_fraction,
     check_ridge,
     check_rows,
@@ -35,12 +34,14 @@ from .._support.options import (
     check_on_failure,
     maybe,
 )
+from .._support.points import enter_points
 from ..dual._newton import CURVATURE_SLACK
 from ..dual._readout import outputs_at
 from ..dual._record import Clock, NotConverged, OnFailure, Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._checks import check_network, check_params
+from ..models._sources import bound_network
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._hessian import linearised_product, make_rows, network_product
@@ -86,7 +87,8 @@ def influence(
 
     **Arguments:**
 
-    - `model`: from `linearize`; its parameters are the ridge's `θ₀`.
+    - `model`: from `linearize`; its parameters are the ridge's `θ₀`. With a scale the system is solved
+      in its units, `P^{1/2}HP^{1/2} + λI`, as is any damping of a solver.
     - `params`: the trained `θ*`, a pytree like `θ₀`.
     - `x`, `y`, `weights`: training features, targets and sample weights before the edit.
     - `edit`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
@@ -110,8 +112,9 @@ def influence(
     check_on_failure("influence", on_failure)
     ridge = check_ridge(ridge, model.dtype)
     clock = Clock()
-    model = model.bound(x)
     theta = check_params("influence: params", model, params)
+    model = bound_network(model, x)
+    theta = model.enter(theta)
     data = _training_set(model, x, y, weights, loss)
     num_outputs = model.apply_shape(data.x)[1]
     edits: Any = edit if isinstance(edit, (list, tuple)) else [edit]
@@ -218,12 +221,13 @@ def _training_set(
     model: Linearized, x: Any, y: Any, weights: Any, loss: AbstractLoss
 ) -> TrainingSet:
     check_loss("influence", loss, AbstractLoss)
-    features, targets = as_features("x", x), as_array("y", y)
+    features, targets = enter_points("x", x, model.form), as_array("y", y)
     check_rows("y", targets, features.shape[0], "point of x")
     samples = training_weights("influence", weights, features.shape[0])
     num_outputs = check_network(model, features, None)
     dtype = jax.eval_shape(model.base_outputs, features).dtype
-    return TrainingSet(features, loss.prepare_targets(targets, num_outputs, dtype), samples)
+    prepared = loss.prepare_targets(targets, num_outputs, dtype)
+    return TrainingSet(features, prepared, samples, form=model.form)
 
 
 def _check_solution(

@@ -25,12 +25,12 @@ PRECISION = "highest"
 class PrimalUpdate(eqx.Module):
     """Parameters after an edit, by the influence function in parameter space.
 
-    `delta_params` is `Δθ` on the trainable leaves, `None` elsewhere.
+    `step` is `Δθ` on the trainable leaves in the units of the ridge's scale, where there is one.
     """
 
     model: Linearized
     before: PyTree
-    delta_params: PyTree
+    step: PyTree
     data: TrainingSet
     loss: AbstractLoss
     ridge: float = eqx.field(static=True)
@@ -39,28 +39,38 @@ class PrimalUpdate(eqx.Module):
 
     def params(self) -> PyTree:
         """`θ* + Δθ` (paper, eq. 1), a pytree like the one given to `linearize`."""
-        theta, frozen = self.model.split(self.before)
-        return eqx.combine(jax.tree.map(jnp.add, theta, self.delta_params), frozen)
+        return self.model.leave(self._after())
+
+    @property
+    def delta_params(self) -> PyTree:
+        """`Δθ` on the trainable leaves, `None` elsewhere."""
+        return self.model.leave_step(self.step)
 
     @property
     def delta_norm(self) -> float:
-        """`‖Δθ‖`."""
-        return float(tree_norm(self.delta_params))
+        """`‖Δθ‖`, with a scale in the norm `P⁻¹`."""
+        return float(tree_norm(self.step))
+
+    def _after(self) -> PyTree:
+        """`θ* + Δθ` as the model takes it."""
+        theta, frozen = self.model.split(self.before)
+        return eqx.combine(jax.tree.map(jnp.add, theta, self.step), frozen)
 
     def predict(self, xq: Any) -> Float[Array, "q c"]:
         """Outputs at queries with the new parameters: linearised if the update is, else the network's."""
         outputs = outputs_at(
-            self.model, self.params(), check_queries(xq, self.data.x), self.linearised
+            self.model,
+            self._after(),
+            check_queries(xq, self.data.x, form=self.data.form),
+            self.linearised,
         )
         check_finite("predict outputs", outputs)
         return outputs
 
     def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
         """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
-        xq = check_queries(xq, self.data.x)
-        change = _push(
-            tangent_model(self.model, self.before, self.linearised), xq, self.delta_params
-        )
+        xq = check_queries(xq, self.data.x, form=self.data.form)
+        change = _push(tangent_model(self.model, self.before, self.linearised), xq, self.step)
         check_finite("delta_outputs", change)
         return change
 
@@ -78,7 +88,7 @@ class PrimalUpdate(eqx.Module):
         - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper counts into the loss of
           every single point, to first order if `first_order`.
         """
-        xq = check_queries(xq, self.data.x)
+        xq = check_queries(xq, self.data.x, form=self.data.form)
         check_flag("delta_loss: include_ridge", include_ridge)
         check_flag("delta_loss: first_order", first_order)
         f = outputs_at(self.model, self.before, xq, self.linearised)
@@ -95,10 +105,10 @@ class PrimalUpdate(eqx.Module):
     def _ridge_change(self, first_order: bool) -> Float[Array, ""]:
         """`λ(δ·Δθ)` or `λ(δ·Δθ + ½‖Δθ‖²)`, with `δ = θ* − θ₀`: no difference of large squares."""
         moved = moved_params(self.model, self.before)
-        pairs = jax.tree.map(lambda d, step: jnp.sum(d * step), moved, self.delta_params)
+        pairs = jax.tree.map(lambda d, step: jnp.sum(d * step), moved, self.step)
         change = sum(jax.tree.leaves(pairs), start=jnp.zeros((), self.model.dtype))
         if not first_order:
-            change = change + 0.5 * tree_norm(self.delta_params) ** 2
+            change = change + 0.5 * tree_norm(self.step) ** 2
         return self.ridge * change
 
 

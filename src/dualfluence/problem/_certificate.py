@@ -34,7 +34,8 @@ class Certificate:
 
     `L_w` is λ-strongly convex, so $\|\theta-\theta^\star\| \le \|\nabla L_w(\theta)\|/\lambda$ with
     $\|\nabla L_w\| = \sqrt{\rho^\top K\rho}$. The bound speaks of the linearised objective with the
-    kernel in use.
+    kernel in use. With a scale `P` of the ridge (see `linearize`) every norm here is that of `P⁻¹`, that of
+    gradients the one of `P`: parameter `k` may be off by `√P_k` times the bound.
 
     - `gradient_norm`: `‖∇L_w‖` as computed.
     - `rounding`: a first-order estimate (not a proof) of what floating point adds to it; it is part

@@ -20,6 +20,7 @@ from .._support.checks import (
     check_range,
     check_rows,
 )
+from .._support.points import Form, count_points, form_of, is_tree
 from ..losses import AbstractLoss
 
 FLOAT = np.finfo(np.float64)
@@ -31,12 +32,19 @@ class TrainingSet:
 
     Removed points keep their row with weight zero: positions never shift and nothing recompiles.
     `purged` are the positions whose features and targets are gone, so that no edit can bring them back.
+    `form` says how rows of `x` unpack, where features are a tree of arrays.
     """
 
     x: Array
     targets: Array
     sample_weights: np.ndarray
     purged: np.ndarray | None = None
+    form: Form | None = None
+
+    @property
+    def features(self) -> Any:
+        """Features as they were given: one array, or a tree of arrays."""
+        return self.x if self.form is None else self.form.unpack(self.x)
 
     @property
     def num_points(self) -> int:
@@ -101,7 +109,7 @@ class Relabel(AbstractEdit):
         targets[self.indices] = targets_like(
             "Relabel", self.targets, data.targets, loss, num_outputs
         )
-        return TrainingSet(data.x, jnp.asarray(targets), data.sample_weights)
+        return TrainingSet(data.x, jnp.asarray(targets), data.sample_weights, form=data.form)
 
 
 class Replace(AbstractEdit):
@@ -120,7 +128,7 @@ class Replace(AbstractEdit):
         if x is None and targets is None:
             raise ValueError("Replace: give new features x, new targets, or both.")
         size = self.indices.size
-        self.x = None if x is None else _rows("Replace x", x, size, "index")
+        self.x = None if x is None else _points("Replace x", x, size)
         self.targets = None if targets is None else _rows("Replace targets", targets, size, "index")
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
@@ -133,7 +141,7 @@ class Replace(AbstractEdit):
             targets = targets_like("Replace", self.targets, data.targets, loss, num_outputs)
         weights = data.sample_weights.copy()
         weights[self.indices] = 0.0
-        gone = TrainingSet(data.x, data.targets, weights)
+        gone = TrainingSet(data.x, data.targets, weights, form=data.form)
         return _appended("Replace", gone, self.x, np.asarray(targets), kept_weights)
 
 
@@ -145,10 +153,8 @@ class Add(AbstractEdit):
     weights: np.ndarray
 
     def __init__(self, x: Any, targets: Any, weights: Any = None) -> None:
-        self.x = np.asarray(as_array("Add x", x))
-        if self.x.ndim == 0 or self.x.shape[0] == 0:
-            raise ValueError(f"Add: x needs one row per new point, got shape {self.x.shape}.")
-        size = self.x.shape[0]
+        self.x = _points("Add x", x)
+        size = count_points(self.x)
         self.targets = _rows("Add targets", targets, size, "new point")
         ones = np.ones(size) if weights is None else weights
         self.weights = as_weights("Add", ones, size, "new point")
@@ -222,6 +228,20 @@ def _rows(name: str, value: Any, size: int, what: str) -> np.ndarray:
     return array
 
 
+def _points(name: str, x: Any, size: int | None = None) -> Any:
+    """Features of some points on the host, one row each: an array, or a tree of arrays."""
+    if form_of(name, x) is not None:
+        rows = jax.tree.map(np.asarray, x)
+        check_rows(name, jax.tree.leaves(rows)[0], size or max(count_points(rows), 1), "index")
+        return rows
+    if size is not None:
+        return _rows(name, x, size, "index")
+    array = np.asarray(as_array(name, x))
+    if array.ndim == 0 or array.shape[0] == 0:
+        raise ValueError(f"Add: x needs one row per new point, got shape {array.shape}.")
+    return array
+
+
 def _check_present(name: str, indices: np.ndarray, data: TrainingSet) -> None:
     check_range(name, indices, data.num_points)
     gone = indices[data.sample_weights[indices] == 0]
@@ -232,12 +252,16 @@ def _check_present(name: str, indices: np.ndarray, data: TrainingSet) -> None:
 def _reweighted(data: TrainingSet, indices: np.ndarray, weights: Any) -> TrainingSet:
     new = data.sample_weights.copy()
     new[indices] = weights
-    return TrainingSet(data.x, data.targets, new)
+    return TrainingSet(data.x, data.targets, new, form=data.form)
 
 
 def _appended(
-    name: str, data: TrainingSet, x: np.ndarray, targets: np.ndarray, weights: np.ndarray
+    name: str, data: TrainingSet, x: Any, targets: np.ndarray, weights: np.ndarray
 ) -> TrainingSet:
+    if data.form is not None:
+        x = np.asarray(data.form.pack(f"{name} x", x))
+    elif is_tree(x):
+        x = as_array(f"{name} x", x)  # refuses it, in words
     if x.shape[1:] != data.x.shape[1:]:
         raise ValueError(
             f"{name}: new features must have shape (m, {', '.join(map(str, data.x.shape[1:]))}), "
@@ -250,4 +274,5 @@ def _appended(
         jax.device_put(np.concatenate([data.x, new_x])),
         jax.device_put(np.concatenate([data.targets, targets])),
         np.concatenate([data.sample_weights, weights.astype(data.sample_weights.dtype)]),
+        form=data.form,
     )

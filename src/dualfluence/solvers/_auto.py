@@ -69,6 +69,7 @@ def resolve(
         solver, reason = resolve(solver, op.narrow, weights)
         return Choice(Refined(solver), reason)
     size = solver.gather_size if isinstance(solver, Auto) else GATHER_SIZE
+    # By functions and properties: a method of a module, bound, costs a tenth of a millisecond.
     rows = None if weights is None else _rows_to_gather(op, weights, size)
     if rows is not None:
         auto = isinstance(solver, Auto)
@@ -76,7 +77,7 @@ def resolve(
         share = f"{rows.size} of {op.num_points} points hold all that have a weight"
         return Choice(Gathered(inner.solver, rows), f"{share}; {inner.reason}")
     if isinstance(solver, Auto):
-        return solver.choose(op)
+        return Auto.choose(solver, op)  # not bound, for the same reason
     if isinstance(solver, Cholesky) and op.layout.sharding is not None:
         raise ValueError(
             f"Cholesky: the rows of K are on {op.layout.num_devices} devices, and a factor would "
@@ -88,6 +89,5 @@ def resolve(
 def _rows_to_gather(
     op: AbstractKernelOperator, weights: np.ndarray, gather_size: int
 ) -> np.ndarray | None:
-    # By properties: a method of a module costs a tenth of a millisecond, and every request comes here.
     size = op.num_points * (1 if op.is_kronecker else op.num_outputs)
     return rows_that_count(weights) if op.has_entries and size > gather_size else None

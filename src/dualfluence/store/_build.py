@@ -29,6 +29,7 @@ from .._support.options import (
     check_progress,
     maybe,
 )
+from .._support.points import form_of
 from .._support.progress import ProgressFn, Ticker
 from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
@@ -89,9 +90,10 @@ def build(
     check_flag("store: verify", verify)
     check_flag("store: wait", wait)
     check_progress("store", progress)
-    points = np.asarray(as_array("store: x", x))
+    form = form_of("store: x", x)
+    source = as_source(model, x)
+    points = np.asarray(as_array("store: x", x) if form is None else form.pack("store: x", x))
     check_points("store: x", points)
-    source = as_source(model, points)
     header = _header(source, points, num_outputs, tile, dtype)
     is_done = Store.is_sound if verify else Store.is_recorded
     store = _find(path, header)

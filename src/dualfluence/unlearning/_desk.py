@@ -149,22 +149,30 @@ class Desk:
         self, ids: Any, x: Any, targets: Any = None, *, until: float | None = None
     ) -> Answer:
         """Give points new features, and targets if given (feature unlearning, Warnecke et al., 2023)."""
-        arrays = {"x": np.asarray(x)}
+        arrays = {"x": self._rows(x)}
         if targets is not None:
             arrays["targets"] = np.asarray(targets)
         return self._answer("correct", _listed(ids), arrays, until)
 
     def add(self, ids: Any, x: Any, targets: Any, *, until: float | None = None) -> Answer:
         """Add points under names that were never used."""
-        arrays = {"x": np.asarray(x), "targets": np.asarray(targets)}
+        arrays = {"x": self._rows(x), "targets": np.asarray(targets)}
         return self._answer("add", _listed(ids), arrays, until)
+
+    def _rows(self, x: Any) -> np.ndarray:
+        """Features of a request as rows: those of a tree of arrays packed, as the model keeps them."""
+        form = self.model.data.form
+        return np.asarray(x) if form is None else np.asarray(form.pack("request x", x))
 
     def preview(
         self, ids: Any, *, kind: str = "remove", until: float | None = None, **arrays: Any
     ) -> Answer:
         """What a request would come to. Nothing is written, nothing changes."""
         start = time.perf_counter()
-        given = {name: np.asarray(value) for name, value in arrays.items()}
+        given = {
+            name: self._rows(value) if name == "x" else np.asarray(value)
+            for name, value in arrays.items()
+        }
         with self._turn:
             edits, _ = self._edits(kind, _listed(ids), given)
             work = self.engine.propose(edits, until)

@@ -11,7 +11,6 @@ from .. import primal
 from ..dual._fitted import Fitted
 from ..dual._newton import op_mv
 from ..dual._update import Update
-from ..metrics import distance
 from ..problem._edits import Remove, TrainingSet, apply_edits
 from ..problem._objective import State
 from ._metrics import Judged, Setting
@@ -43,7 +42,8 @@ def forget_linear(
         update = _parameter_space(fitted, setting)
         train, test = (np.asarray(update.predict(x)) for x in (fitted.x, setting.x_test))
         seconds = time.perf_counter() - start
-        return Judged(train, test, distance(update.params(), exact.params()) / size, seconds)
+        gap = fitted.network.distance(update.params(), exact.params())
+        return Judged(train, test, gap / size, seconds)
     model = exact.commit() if method == "retraining" else _unlearn(fitted, setting, method, rate)
     train = np.asarray(fitted.layout.points(fitted.offset + model.state.k_alpha))
     test = np.asarray(model.predict(setting.x_test))
@@ -66,8 +66,8 @@ def _unlearn(fitted: Fitted, setting: Setting, method: str, rate: float) -> Fitt
 
 def _parameter_space(fitted: Fitted, setting: Setting) -> primal.PrimalUpdate:
     options: dict[str, Any] = {"loss": fitted.loss, "ridge": fitted.ridge, "on_failure": "report"}
-    gone, params = Remove(setting.forgotten), fitted.params()
-    return primal.influence(fitted.network, params, fitted.x, setting.y, gone, **options)
+    x, gone = fitted.data.features, Remove(setting.forgotten)
+    return primal.influence(fitted.network, fitted.params(), x, setting.y, gone, **options)
 
 
 def _by_gradients(fitted: Fitted, gone: np.ndarray, rate: float, *, ascent: bool) -> Fitted:
@@ -76,7 +76,7 @@ def _by_gradients(fitted: Fitted, gone: np.ndarray, rate: float, *, ascent: bool
     if ascent:
         weights = np.zeros_like(data.sample_weights)
         weights[gone] = 1.0
-        data = TrainingSet(data.x, data.targets, weights)
+        data = TrainingSet(data.x, data.targets, weights, form=data.form)
     problem, op, alpha = fitted.problem(data), fitted.kernel_op, fitted.state.alpha
     # The curvature of every loss here is at most one: trace(WK) + λ bounds it, and 2/that is stable.
     top = float(jnp.max(jnp.sum(fitted.kernel_diagonal, axis=1)))

@@ -14,6 +14,7 @@ Publications compose as $\mu^2=\sum\mu_i^2$.
 """
 
 import math
+from dataclasses import replace
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -23,7 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._support.checks import check_queries
 from ..dual._fitted import Fitted
+from ..kernels._scale import Shifted
 from ._desk import Desk
 
 NORMAL = NormalDist()
@@ -88,7 +91,8 @@ class Publisher:
 
     - `desk`: whose model.
     - `epsilon`, `delta`: the budget over all publications.
-    - `sigma`: standard deviation of the noise, in units of the parameters.
+    - `sigma`: standard deviation of the noise, in units of the parameters; with a scale `P` of the
+      ridge, that of parameter `k` is `σ√P_k`, because distances are certified in the norm of `P⁻¹`.
     """
 
     def __init__(self, desk: Desk, *, epsilon: float, delta: float, sigma: float) -> None:
@@ -104,8 +108,8 @@ class Publisher:
         return math.sqrt(sum(mu**2 for mu in parts))
 
     def params(self) -> Published:
-        """`θ + N(0, σ²I)`."""
-        return self._publish(lambda model, rng: perturbed(model.params(), self.sigma, rng))
+        """`θ + N(0, σ²I)`, with a scale of the ridge `θ + N(0, σ²P)`."""
+        return self._publish(lambda model, rng: perturbed_params(model, self.sigma, rng))
 
     def outputs(self, xq: Any) -> Published:
         """Outputs at queries plus `N(0, σ²K)`, for models without parameters."""
@@ -152,6 +156,15 @@ def epsilon_of(mu: float, delta: float) -> float:
     return high
 
 
+def perturbed_params(model: Fitted, sigma: float, rng: np.random.Generator) -> PyTree:
+    """Parameters with noise in the norm that the certificate speaks of."""
+    network = model.source.network
+    entered = None if network is None else network.enter(model.params())
+    if not isinstance(entered, Shifted):
+        return perturbed(model.params(), sigma, rng)
+    return replace(entered, move=perturbed(entered.move, sigma, rng)).params()
+
+
 def perturbed(params: PyTree, sigma: float, rng: np.random.Generator) -> PyTree:
     """Every floating leaf with independent Gaussian noise."""
 
@@ -174,7 +187,8 @@ def perturbed_outputs(
     """
     outputs = model.predict(xq)
     q, c = outputs.shape
-    op = model.source.operator(jnp.asarray(xq), c, form="auto", progress=False)
+    queries = check_queries(xq, model.data.x, form=model.data.form)
+    op = model.source.operator(queries, c, form="auto", progress=False)
     K = np.asarray(op.dense(), np.float64)
     values, vectors = np.linalg.eigh(0.5 * (K + K.T))
     root = vectors * np.sqrt(np.maximum(values, 0))

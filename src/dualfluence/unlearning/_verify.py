@@ -62,8 +62,8 @@ def verify(
 
     - `ledger`: the file, or its folder.
     - `model`: a file written by `Desk.checkpoint` or `Fitted.save`.
-    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently; without it the
-      file must hold `K` (`include_kernel=True`), which is then believed.
+    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently, with a scale of the
+      ridge in it (`JPJᵀ`); without it the file must hold `K` (`include_kernel=True`), which is then believed.
     """
     path, report = Path(ledger), Report()
     path = path / "ledger.jsonl" if path.is_dir() else path
@@ -174,7 +174,8 @@ def _kernel_of(
     header: dict[str, Any], arrays: dict[str, np.ndarray], kept: np.ndarray, kernel: Any, c: int
 ) -> Callable[[np.ndarray], np.ndarray]:
     if kernel is not None:
-        matrix = np.asarray(kernel(arrays["x"][kept], arrays["x"][kept]), np.float64)
+        points = _points(header, arrays["x"][kept])
+        matrix = np.asarray(kernel(points, points), np.float64)
     elif "kernel" in arrays:
         rows = kept
         if not header["operator"]["kronecker"]:
@@ -188,6 +189,29 @@ def _kernel_of(
         return lambda v: matrix @ v
     flat = matrix.reshape(kept.size * c, kept.size * c)
     return lambda v: (flat @ v.reshape(-1)).reshape(v.shape)
+
+
+def _points(header: dict[str, Any], rows: np.ndarray) -> Any:
+    """Features as they were given: one array, or a tree of arrays, whose points are rows of bytes."""
+    if "form" not in header:
+        return rows
+    tree, leaves = header["form"]
+    ends = np.cumsum([math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in leaves])
+    parts = [
+        np.ascontiguousarray(part).view(np.dtype(dtype)).reshape(len(rows), *shape)
+        for part, (shape, dtype) in zip(np.split(rows, ends[:-1], axis=1), leaves, strict=True)
+    ]
+
+    def placed(node: Any) -> Any:
+        if not isinstance(node, list):
+            return node if node is None else parts[node]
+        kind, inner = node
+        if kind == "dict":
+            return {key: placed(part) for key, part in inner.items()}
+        made = [placed(part) for part in inner]
+        return tuple(made) if kind == "tuple" else made
+
+    return placed(tree)
 
 
 def _slope(loss: str, outputs: np.ndarray, targets: np.ndarray) -> np.ndarray:

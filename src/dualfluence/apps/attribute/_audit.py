@@ -26,6 +26,8 @@ def audit(
     - `harm`: mean change of the queries' loss with the point; positive where it makes it worse.
     - `isolation`: one minus the largest kernel correlation with any other point.
     - `groups`: effect of leaving out each class, or each group that the data names.
+    - `members`: positions by group.
+    - `fitted`, `attribution`: the model, and the effect of each point on each query.
     """
     start = time.perf_counter()
     report(f"fitting {len(data.x)} points")
@@ -42,6 +44,9 @@ def audit(
         "harm": -np.asarray(result.values).mean(axis=0),
         "isolation": isolation(fitted),
         "groups": grouped,
+        "fitted": fitted,
+        "attribution": result,
+        "members": groups,
         "data": data,
         "notes": result.notes,
         "ridge": ridge,

@@ -11,7 +11,12 @@ import numpy as np
 
 from ..._support.files import write_atomically
 from ...dual._attribution_plot import as_picture, label
-from ._data import Data
+from ..page._scene import Scene
+from ..page._view import action_of, document_of, groups_of, scores_of, state_of, what_stays
+from ..page._write import one_file
+
+SHOWN = 60
+"""Queries on the page of an audit; scores are over all of them."""
 
 STYLE = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}
@@ -27,7 +32,6 @@ h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}.note{color:#444;font-
 table{border-collapse:collapse;font-size:.9rem}
 th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}
 th:first-child,td:first-child{text-align:left}
-.bar{display:inline-block;height:.8rem;background:#0072B2;vertical-align:middle}.bar.down{background:#D55E00}
 """
 
 
@@ -53,37 +57,12 @@ the error falls. The number is the change of the error (loss) without the exampl
     _write_csv(table, rows)
 
 
-def write_audit(result: dict[str, Any], page: Path, table: Path, *, shown: int = 24) -> None:
-    """The page of `audit`, and one CSV row for each training point."""
-    data = result["data"]
+def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
+    """The page of `audit`, that of `explore` in one file, and one CSV row for each training point."""
+    data, predicted = result["data"], result["predicted"]
     suspicion, harm, alone = result["suspicion"], result["harm"], result["isolation"]
-    predicted = result["predicted"]
-
-    def says(i: int) -> str:
-        given = html.escape(label(data.y, i))
-        if predicted is None:
-            return f"target {given}"
-        return f"label <b>{given}</b><br>model says <b>{int(predicted[i])}</b>"
-
-    text = f"""
-<h1>Audit of a training set</h1>
-<p>{len(data.x)} examples ({html.escape(data.name)}), judged by models trained <i>without</i> each of them
-in turn. {_skill(result)}</p>
-<h2>Labels that look wrong</h2>
-<p>The model that never saw the example disagrees most with its label. Check these first.</p>
-{_cards(data, _order(suspicion), says, "harmful", shown)}
-<h2>Most harmful examples</h2>
-<p>Leaving one of these out would lower the error on fresh questions most, by the number below.</p>
-{_cards(data, _order(harm), lambda i: f"{says(i)}<br><b>{-harm[i]:+.2g}</b>", "harmful", shown // 2)}
-<h2>Most isolated examples</h2>
-<p>Nothing else in the set is like them: rare cases, or errors of measurement.</p>
-{_isolated(data, alone, says, shown // 2)}
-<h2>Groups</h2>
-<p>Change of the error on fresh questions if a whole group were left out, beside the sum of what its
-examples do one by one. A large difference means that they stand in for each other.</p>
-{_group_table(result["groups"])}
-<p class="note">{_notes(result)}</p>"""
-    _write(page, "Audit", text)
+    text = one_file(_content(result)).encode()
+    write_atomically(page, lambda file: file.write(text))
     place = np.empty(len(data.x), int)
     place[_order(suspicion)] = np.arange(1, len(data.x) + 1)
     rows: list[tuple[Any, ...]] = [
@@ -96,11 +75,42 @@ examples do one by one. A large difference means that they stand in for each oth
     _write_csv(table, rows)
 
 
+def _content(result: dict[str, Any]) -> dict[str, Any]:
+    """What the page holds; effects of the first `SHOWN` queries, everything else of all of them."""
+    data, fitted = result["data"], result["fitted"]
+    groups = np.empty(len(data.x), object)
+    for name, points in result["members"].items():
+        groups[points] = name
+    scene = Scene(
+        fitted,
+        data.xq[:SHOWN],
+        data.yq[:SHOWN],
+        data.name,
+        "A model",
+        groups=groups,
+        notes=(_skill(result),),
+        heading="Audit of a training set",
+    )
+    history = [action_of("fit", fitted)]
+    outputs = fitted.predict(scene.xq)
+    state = {"version": 1, "history": history, **state_of(scene, fitted, outputs)}
+    return {
+        "start": what_stays(scene, result["isolation"]),
+        "first": state,
+        "state": state,
+        "scores": scores_of(scene, fitted, result["attribution"]),
+        "groups": groups_of(result["groups"]),
+        "certificate": document_of(scene, fitted, history),
+    }
+
+
 def _skill(result: dict[str, Any]) -> str:
-    count, loss = len(result["data"].xq), result["query_loss"]
-    right = result["accuracy"]
-    answers = "" if right is None else f"The model answers {100 * right:.1f} % of them right. "
-    return f"Then {count} fresh questions were put to the model. {answers}Mean error (loss): {loss:.3f}."
+    count, loss, right = len(result["data"].xq), result["query_loss"], result["accuracy"]
+    answers = "" if right is None else f"{100 * right:.1f} % of them right, "
+    all_of_them = (
+        f"Of all {count} queries: {answers}mean loss {loss:.3f}. " if count > SHOWN else ""
+    )
+    return f"{all_of_them}It took {result['seconds']:.1f} s."
 
 
 def _order(values: np.ndarray) -> np.ndarray:
@@ -129,17 +139,6 @@ def _strip(result: dict[str, Any], q: int) -> str:
     return f'<div class="strip"><div>{query}</div><div>{rows}</div></div>'
 
 
-def _cards(data: Data, order: np.ndarray, says: Any, kind: str, shown: int) -> str:
-    cards = "".join(card(data.x[i], says(int(i)), kind, f"#{i}") for i in order[:shown])
-    return f'<div class="row">{cards}</div>'
-
-
-def _isolated(data: Data, alone: np.ndarray, says: Any, shown: int) -> str:
-    if not np.isfinite(alone).all():
-        return "<p>Not available: this kernel has no entries to compare.</p>"
-    return _cards(data, _order(alone), says, "query", shown)
-
-
 def card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
     """A point as a picture, or its first numbers, above its name and caption."""
     picture = as_picture(features)
@@ -157,24 +156,6 @@ def _png(picture: np.ndarray) -> str:
     buffer = io.BytesIO()
     imsave(buffer, picture, cmap="gray_r", format="png", vmin=0, vmax=1)
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _group_table(groups: Any) -> str:
-    values, sums = groups.values.mean(axis=0), groups.sums.mean(axis=0)
-    largest = max(np.abs(values).max(), 1e-12)
-    rows = ""
-    for j in _order(values):
-        down = " down" if values[j] < 0 else ""
-        width = 10 * abs(values[j]) / largest
-        bar = f'<span class="bar{down}" style="width:{width:.2f}rem"></span>'
-        rows += (
-            f"<tr><td>{html.escape(groups.names[j])}</td><td>{groups.sizes[j]}</td>"
-            f"<td>{values[j]:+.3g}</td><td style='text-align:left'>{bar}</td><td>{sums[j]:+.3g}</td></tr>"
-        )
-    return (
-        "<table><tr><th>group</th><th>examples</th><th>error changes by</th><th></th>"
-        f"<th>sum one by one</th></tr>{rows}</table>"
-    )
 
 
 def _notes(result: dict[str, Any]) -> str:

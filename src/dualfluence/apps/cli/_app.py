@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..attribute._commands import register as register_attribute
+from ..explore._commands import register as register_explore
 from ..serve._commands import register as register_serve
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="What would this model be if some training points had been different?",
     no_args_is_help=True,
-    add_completion=False,
 )
 GIB = 2**30
 MAX_SEED = 2**32 - 1
@@ -245,3 +245,4 @@ def _demo_table(result: dict[str, Any]) -> "Table":
 # Commands that live with what they show; their modules import what is heavy when they run.
 register_attribute(app)
 register_serve(app)
+register_explore(app)

@@ -4,8 +4,6 @@ State changes go through one thread, in the order in which they came; reads go t
 as it stands when they start.
 """
 
-import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -13,16 +11,14 @@ from typing import Any
 
 import numpy as np
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..._version import __version__
-from ...dual._record import NotConverged
-from ...unlearning import Desk, LedgerError
+from ...unlearning import Desk
 from ...unlearning._desk import plain_certificate
-from ._token import is_authorised
+from ._http import HANDLERS, Refused, authorise, in_pool, read_object
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request's body."""
@@ -32,14 +28,6 @@ MAX_TAIL = 1000
 
 READERS = 2
 """Reads at the same time."""
-
-
-class Refused(Exception):
-    """A request that is not served, with its status and the reason in words."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status, self.reason = status, reason
 
 
 class Service:
@@ -88,24 +76,11 @@ class Service:
         return JSONResponse({"status": "ok", "version": __version__})
 
     def _authorise(self, request: Request) -> None:
-        if not is_authorised(request.headers.get("authorization"), self.token):
-            raise Refused(401, "a bearer token is required")
+        authorise(request, self.token)
 
     async def _body(self, request: Request, fields: set[str]) -> dict[str, Any]:
-        """The JSON object of an authorised request, no larger than allowed, with known fields only."""
         self._authorise(request)
-        raw = bytearray()
-        async for piece in request.stream():
-            raw += piece
-            if len(raw) > self.max_body:
-                raise Refused(413, f"the body may have {self.max_body} bytes")
-        try:
-            body = json.loads(bytes(raw), parse_constant=_no_constants)
-        except (ValueError, RecursionError):
-            raise Refused(400, "the body is not JSON") from None
-        if not isinstance(body, dict) or not set(body) <= fields:
-            raise Refused(400, f"expected an object with the fields {', '.join(sorted(fields))}")
-        return body
+        return await read_object(request, fields, self.max_body)
 
     async def _in_order(self, work: Callable[[], dict[str, Any]]) -> Response:
         return await self._run(self.writer, work)
@@ -114,18 +89,7 @@ class Service:
         return await self._run(self.readers, work)
 
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], dict[str, Any]]) -> Response:
-        loop = asyncio.get_running_loop()
-        try:
-            # A client that goes away does not stop work that has begun.
-            return JSONResponse(await asyncio.shield(loop.run_in_executor(pool, work)))
-        except LedgerError as error:
-            raise Refused(507, str(error)) from error
-        except KeyError as error:
-            raise Refused(404, str(error.args[0])) from error
-        except NotConverged as error:
-            raise Refused(422, str(error)) from error
-        except (ValueError, TypeError) as error:
-            raise Refused(400, str(error)) from error
+        return JSONResponse(await in_pool(pool, work))
 
     def stop(self) -> None:
         """Finish what has begun, then let go of the ledger."""
@@ -143,15 +107,6 @@ def make_app(desk: Desk, token: str, *, max_body: int = MAX_BODY) -> Starlette:
         yield
         service.stop()
 
-    async def refused(_: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
-        headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else None
-        return JSONResponse({"error": error.reason}, error.status, headers)
-
-    async def failed(_: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        return JSONResponse({"error": "no such thing here" if status == 404 else "refused"}, status)
-
     routes = [
         Route("/remove", service.remove, methods=["POST"]),
         Route("/preview", service.preview, methods=["POST"]),
@@ -160,8 +115,7 @@ def make_app(desk: Desk, token: str, *, max_body: int = MAX_BODY) -> Starlette:
         Route("/ledger", service.tail, methods=["GET"]),
         Route("/health", service.health, methods=["GET"]),
     ]
-    handlers: Any = {Refused: refused, HTTPException: failed, Exception: failed}
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
 
 
 def _shown(answer: Any) -> dict[str, Any]:
@@ -198,7 +152,3 @@ def _array(body: dict[str, Any], name: str, *, integers: bool = False) -> np.nda
     if array.dtype.kind not in "if" or array.size == 0:
         raise Refused(400, f"{name} must be a list of rows of numbers of one length")
     return array if integers else array.astype(float)
-
-
-def _no_constants(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")

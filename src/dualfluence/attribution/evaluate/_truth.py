@@ -78,11 +78,11 @@ def retrain_linearised(
     """
     fitted = fitted.without_spare_rows()
     kept = _check_masks("retrain_linearised", masks, fitted.data.num_points)
-    xq = check_queries(xq, fitted.x)
+    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
     c, dtype = fitted.num_outputs, fitted.offset.dtype
     quantity = as_quantity(of, fitted.loss, yq, xq.shape[0], c, dtype)
     samples = np.asarray(fitted.data.sample_weights)
-    print_of = _digest(fitted.x, fitted.data.targets, samples, xq, quantity.targets, kept)
+    print_of = _digest(fitted.data.x, fitted.data.targets, samples, xq, quantity.targets, kept)
     pieces = Pieces(folder, json.dumps([print_of, quantity.name, fitted.ridge, relative]))
     outputs = fitted.predict(xq)
 
@@ -96,7 +96,7 @@ def retrain_linearised(
         delta = many.alpha - fitted.state.alpha[:, :, None]
         # One pass per model through the network beats forming K_qn for few models.
         change = [
-            fitted.source.cross_mv(xq, fitted.x, delta[:, :, j]) for j in range(delta.shape[2])
+            fitted.source.cross_mv(xq, fitted.data.x, delta[:, :, j]) for j in range(delta.shape[2])
         ]
         value = jax.vmap(lambda d: quantity.value(outputs + d, quantity.targets))
         return np.asarray(value(jnp.stack(change)))

@@ -1,0 +1,239 @@
+"""One reader's experiment: a model, what was done to it, and the way back."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...dual._fitted import Fitted
+from ...dual._record import OnFailure
+from ...dual._update import Update
+from ...problem._edits import AbstractEdit, Relabel, Remove
+from ..attribute._audit import isolation
+from ..page._scene import Scene
+from ..page._view import (
+    action_of,
+    answers_of,
+    certificate_of,
+    document_of,
+    groups_of,
+    scores_of,
+    state_of,
+    stats_of,
+    what_stays,
+)
+
+MAX_EDITS = 1000
+"""Edits that can be undone; each holds an `(n, c)` array or two, not a kernel."""
+
+
+BLOCK = 64
+"""Points left out at a time. A fixed number: all at once would compile anew after every removal."""
+
+KEPT = 8
+"""Last models whose scores are kept, beside those of the first; `q·n` numbers each."""
+
+
+DRIFT = 1e-2
+"""Relative bound above which an edit takes further steps, as at a desk of requests."""
+
+SETTLED = 1e-6
+"""Relative bound from which scores are taken. Leaving a point out is one step; farther from the optimum,
+that step would be mostly what the edits before it left undone."""
+
+
+@dataclass(eq=False)
+class Moment:
+    """The model after one action.
+
+    - `version`: never given twice, so that an answer says which model it is about.
+    - `action`: what was done, for the history.
+    - `outputs`: at the queries.
+    - `kept`: scores, once they were asked for.
+    """
+
+    version: int
+    fitted: Fitted
+    action: dict[str, Any]
+    outputs: np.ndarray
+    kept: dict[str, Any] = field(default_factory=dict)
+
+
+class Stale(Exception):
+    """What was asked for is of a model that was undone."""
+
+
+class Session:
+    """The model as it is, with every one before it.
+
+    One thread may edit while another asks for scores, which are of a model that never changes.
+    """
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self._made = scene, 0
+        self.start = what_stays(scene, isolation(scene.fitted.without_spare_rows()))
+        self.moments = [self._moment(scene.fitted, {"what": "fit"})]
+
+    @property
+    def now(self) -> Moment:
+        return self.moments[-1]
+
+    @property
+    def fitted(self) -> Fitted:
+        """The model as it is now."""
+        return self.now.fitted
+
+    def warm_up(self) -> None:
+        """Compile what the first edit would wait for. Nothing changes."""
+        there = np.flatnonzero(self.fitted.data.sample_weights > 0)
+        if there.size > 1:
+            # One step, then as many as it takes: both are programs of their own.
+            update = _edit(self.fitted, [Remove(there[:1])], SETTLED, failing="report")
+            update.predict(self.scene.xq)
+
+    def remove(self, points: list[int]) -> dict[str, Any]:
+        """Leave points out, in one step or as many as `DRIFT` asks for."""
+        return self._edited([Remove(points)], {"what": "remove", "points": points})
+
+    def relabel(self, points: list[int], label: int | float) -> dict[str, Any]:
+        """Give points one new label, likewise."""
+        edit = Relabel(points, self._targets(len(points), label))
+        return self._edited([edit], {"what": "relabel", "points": points, "label": label})
+
+    def refine(self) -> dict[str, Any]:
+        """One more Newton step on the training set as it is."""
+        return self._edited([], {"what": "step"})
+
+    def undo(self) -> dict[str, Any]:
+        """Back to the model before the last action, exactly: it was kept."""
+        if len(self.moments) == 1:
+            raise ValueError("undo: nothing was done yet.")
+        self.moments.pop()
+        return self.state()
+
+    def reset(self) -> dict[str, Any]:
+        """Back to the model that the session began with."""
+        del self.moments[1:]
+        return self.state()
+
+    def preview(self, points: list[int]) -> dict[str, Any]:
+        """What leaving points out would do. Nothing changes."""
+        start = time.perf_counter()
+        update = _edit(self.fitted, [Remove(points)], DRIFT)
+        outputs = np.asarray(update.predict(self.scene.xq))
+        return {
+            "version": self.now.version,
+            **answers_of(self.scene, outputs),
+            "certificate": certificate_of(update),
+            "stats": {**stats_of(update), "seconds": time.perf_counter() - start},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What the page shows of the model as it is now."""
+        return self.state_at(len(self.moments) - 1)
+
+    def state_at(self, place: int) -> dict[str, Any]:
+        """The same of an earlier model; 0 is the first."""
+        moment = self.moments[place]
+        return {
+            "version": moment.version,
+            "history": self._history(place + 1),
+            **state_of(self.scene, moment.fitted, moment.outputs),
+        }
+
+    def scores(self, version: int | None = None) -> dict[str, Any]:
+        """Effects of leaving out each point, of the model of this version."""
+        scene = self.scene
+
+        def compute(fitted: Fitted) -> dict[str, Any]:
+            result = fitted.attribute(scene.xq, scene.yq, block_size=BLOCK, progress=False)
+            return scores_of(scene, fitted, result)
+
+        return self._once("scores", version, compute)
+
+    def groups(self, version: int | None = None) -> dict[str, Any]:
+        """Effects of leaving out each group, less what was removed of it already."""
+        scene = self.scene
+
+        def compute(fitted: Fitted) -> dict[str, Any]:
+            there = fitted.data.sample_weights > 0
+            left = {k: v[there[v]] for k, v in scene.named_groups.items()}
+            # A group that is all there is cannot be left out.
+            left = {k: v for k, v in left.items() if 0 < v.size < there.sum()}
+            if not left:
+                return {"names": [], "sizes": [], "mean": [], "sums": [], "effects": []}
+            return groups_of(fitted.attribute_groups(left, scene.xq, scene.yq, progress=False))
+
+        return self._once("groups", version, compute)
+
+    def certificate(self) -> dict[str, Any]:
+        """The current model's certificate as a document of its own."""
+        return document_of(self.scene, self.fitted, self._history(len(self.moments)))
+
+    def content(self) -> dict[str, Any]:
+        """Everything that a saved page holds."""
+        return {
+            "start": self.start,
+            "first": self.state_at(0),
+            "state": self.state(),
+            "scores": self.scores(),
+            "groups": self.groups(),
+            "certificate": self.certificate(),
+        }
+
+    def _history(self, length: int) -> list[dict[str, Any]]:
+        return [moment.action for moment in self.moments[:length]]
+
+    def _edited(self, edits: list[AbstractEdit], action: dict[str, Any]) -> dict[str, Any]:
+        if len(self.moments) > MAX_EDITS:
+            raise ValueError(f"{action['what']}: {MAX_EDITS} edits are kept; reset to begin again.")
+        fitted = _edit(self.fitted, edits, DRIFT if edits else None).commit()
+        self.moments.append(self._moment(fitted, action))
+        for moment in self.moments[1:-KEPT]:
+            moment.kept.clear()
+        return self.state()
+
+    def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Moment:
+        outputs = np.asarray(fitted.predict(self.scene.xq))
+        self._made += 1
+        return Moment(self._made, fitted, action_of(fitted=fitted, **action), outputs)
+
+    def _targets(self, count: int, label: int | float) -> np.ndarray:
+        classes = self.scene.num_classes
+        if classes and not (label == int(label) and 0 <= label < classes):
+            raise ValueError(f"relabel: expected a class from 0 to {classes - 1}, got {label:g}.")
+        if self.scene.kind == "softmax":
+            return np.full(count, int(label))
+        if self.fitted.num_outputs != 1:
+            raise ValueError("relabel: targets of several numbers cannot be changed here.")
+        return np.full((count, 1), float(label))
+
+    def _once(
+        self, name: str, version: int | None, compute: Callable[[Fitted], dict[str, Any]]
+    ) -> dict[str, Any]:
+        moments = self.moments[:]
+        found = [m for m in moments if version is None or m.version == version]
+        if not found:
+            raise Stale(f"{name}: version {version} was undone.")
+        moment = found[-1]
+        if name not in moment.kept:
+            settled = _settled(moment.fitted)
+            moment.kept[name] = {"version": moment.version, **compute(settled)}
+        return moment.kept[name]
+
+
+def _edit(
+    fitted: Fitted, edits: list[AbstractEdit], drift: float | None, *, failing: OnFailure = "raise"
+) -> Update[Fitted]:
+    drift = drift if fitted.certificate.certified else None
+    return fitted.edit(edits, drift=drift, on_failure=failing, progress=False)
+
+
+def _settled(fitted: Fitted) -> Fitted:
+    """The same model at its optimum, or as near to it as rounding lets it come."""
+    cert = fitted.certificate
+    if not cert.certified or cert.relative_bound <= SETTLED or cert.at_floor:
+        return fitted
+    return _edit(fitted, [], SETTLED, failing="report").commit()

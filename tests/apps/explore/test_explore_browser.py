@@ -1,0 +1,440 @@
+"""The page in a browser: what a reader does, and that the numbers on it are the library's."""
+
+import json
+import shutil
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import uvicorn
+
+import dualfluence as dfl
+from dualfluence.apps.attribute._audit import audit
+from dualfluence.apps.attribute._data import Data
+from dualfluence.apps.attribute._page import write_audit
+from dualfluence.apps.explore._app import make_app
+from dualfluence.apps.explore._run import save_page
+from dualfluence.apps.explore._session import Session
+
+CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser")) if p), None)
+TOKEN = "b" * 43
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as p:
+        browser = p.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def served(digits_scene):
+    """A session behind a port of this machine."""
+    session = Session(digits_scene)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_app(session, TOKEN), log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield session, f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    server.should_exit = True
+    thread.join()
+
+
+class Seen:
+    """A page, every request that it made, and every complaint in its console."""
+
+    def __init__(self, browser, url, **options):
+        self.requests, self.complaints = [], []
+        settings = {"viewport": {"width": 1280, "height": 900}} | options
+        self.context = browser.new_context(**settings)
+        self.page = self.context.new_page()
+        self.page.on("request", lambda r: self.requests.append(r.url))
+        self.page.on("pageerror", lambda e: self.complaints.append(str(e)))
+        self.page.on(
+            "console", lambda m: m.type in ("error", "warning") and self.complaints.append(m.text)
+        )
+        self.page.goto(url)
+
+    def text(self, selector):
+        return self.page.inner_text(selector)
+
+    def settled(self):
+        """Until the scores of the model as it is are on the page."""
+        self.page.wait_for_selector("#helpful > *", timeout=60_000)
+        self.page.wait_for_selector("body:not(.stale):not([aria-busy])", timeout=60_000)
+
+    def history(self, length):
+        self.page.wait_for_function(
+            "n => document.querySelectorAll('#history li').length === n", arg=length
+        )
+        self.settled()
+
+    def ask(self, q):
+        self.page.fill("#query-number", str(q))
+        self.page.press("#query-number", "Enter")
+
+    def values(self):
+        return [bar.inner_text() for bar in self.page.query_selector_all(".bar .value")]
+
+    def select(self, *points):
+        """By clicks on the map."""
+        self.page.locator("#map").scroll_into_view_if_needed()
+        for place, point in enumerate(points):
+            box = self.page.locator(f"#point-{point}").bounding_box()
+            modifiers = ["Shift"] if place else []
+            if modifiers:
+                self.page.keyboard.down("Shift")
+            self.page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+            if modifiers:
+                self.page.keyboard.up("Shift")
+
+    def selected(self):
+        rings = self.page.query_selector_all("[data-ring]")
+        return {int(ring.get_attribute("data-ring")) for ring in rings}
+
+
+@pytest.fixture
+def open_page(browser, served):
+    session, url = served
+    session.reset()
+    seen = []
+
+    def open_one(address=None, **options):
+        seen.append(Seen(browser, address or f"{url}#{TOKEN}", **options))
+        return seen[-1]
+
+    yield open_one
+    for each in seen:
+        each.context.close()
+        assert each.complaints == []
+        assert [
+            r for r in each.requests if not r.startswith((url, "file:", "data:", "blob:"))
+        ] == []
+
+
+@pytest.fixture
+def seen(open_page):
+    seen = open_page()
+    seen.settled()
+    return seen
+
+
+def shown(p):
+    """A probability as the page writes it."""
+    return "< 0.1 %" if 0 < 100 * p < 0.05 else f"{100 * p:.1f} %"
+
+
+def read(text):
+    """A number as the page writes it: `−0.11`, `6.1 × 10⁻⁵`."""
+    plain = text.translate(str.maketrans("−⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "--0123456789"))
+    mantissa, _, power = plain.partition(" × 10")
+    return float(mantissa) * 10.0 ** int(power or 0)
+
+
+def softmax(f):
+    e = np.exp(f - f.max(axis=1, keepdims=True))
+    return e / e.sum(axis=1, keepdims=True)
+
+
+def check_answer(seen, model, scene, q):
+    """The bars against the library's own predictions."""
+    p = softmax(np.asarray(model.predict(scene.xq)))[q]
+    got = seen.values()
+    # The last digit may round either way where the value lies between.
+    assert [
+        g for g, v in zip(got, p, strict=True) if g not in (shown(v * (1 - 1e-9)), shown(v))
+    ] == []
+
+
+def apart(seen, count):
+    """Points of the map that no other lies on, so that a click means them."""
+    at = seen.page.evaluate(
+        """[...document.querySelectorAll('#map text')].map((t) => {
+            const b = t.getBoundingClientRect();
+            return [b.x + b.width / 2, b.y + b.height / 2];
+        })"""
+    )
+    at = np.array(at)
+    far = np.linalg.norm(at[:, None] - at[None], axis=2) + 1e9 * np.eye(len(at))
+    return [int(i) for i in np.argsort(-far.min(axis=1))[:count]]
+
+
+def test_picking_a_query_shows_what_stands_behind_it(seen, served):
+    session, _ = served
+    scene = session.scene
+    seen.page.click("#query-3")
+    check_answer(seen, scene.fitted, scene, 3)
+    result = scene.fitted.attribute(scene.xq, scene.yq, progress=False)
+    top = result.top(8)
+    for kind, side in (("helpful", top.helpful), ("harmful", top.harmful)):
+        cards = seen.page.query_selector_all(f"#{kind} .card")
+        got = [int(card.get_attribute("data-point")) for card in cards]
+        want = [int(i) for i, v in zip(side.indices[3], side.values[3], strict=True) if abs(v) > 0]
+        assert got == want[: len(got)]
+        assert got
+
+
+def test_removing_points_changes_the_numbers_to_those_of_the_library(seen, served, edited):
+    session, _ = served
+    scene = session.scene
+    seen.ask(2)
+    before = seen.values()
+    points = apart(seen, 3)
+    seen.select(*points)
+    assert seen.selected() == set(points)
+    seen.page.wait_for_selector("#preview b")
+    model = edited(scene.fitted, dfl.Remove(points))
+    change = float(model.delta_loss(scene.xq, scene.yq)[2])
+    assert read(seen.text("#preview b")) == pytest.approx(change, rel=0.06)  # two digits
+    seen.page.click("#remove")
+    seen.history(2)
+    check_answer(seen, model, scene, 2)
+    assert seen.values() != before
+    bound = read(seen.text("#fact-distance"))
+    assert bound == pytest.approx(model.certificate.distance_bound, rel=6e-3)  # three digits
+    assert seen.text("#fact-converged") == "yes"
+    assert "37 of 40 training points" in seen.text("#about")
+
+
+def test_undo_brings_back_what_was_shown(seen):
+    before = seen.text("#query-panel"), seen.text("#facts"), seen.text("#about")
+    seen.select(*apart(seen, 2))
+    seen.page.click("#remove")
+    seen.history(2)
+    assert (seen.text("#facts"), seen.text("#about")) != before[1:]
+    seen.page.click("#undo")
+    seen.history(1)
+    assert (seen.text("#query-panel"), seen.text("#facts"), seen.text("#about")) == before
+
+
+def test_edits_in_quick_succession_end_at_the_last(seen, served):
+    session, _ = served
+    one, two = apart(seen, 2)
+    seen.select(one)
+    seen.page.click("#remove")
+    seen.page.wait_for_selector("#history li >> nth=1")
+    seen.select(two)
+    seen.page.click("#remove")  # while the scores without the first are still computed
+    seen.history(3)
+    assert session.state()["removed"] == sorted((one, two))
+    seen.ask(0)
+    check_answer(seen, session.fitted, session.scene, 0)
+
+
+def test_relabelling_is_that_of_the_library(seen, served, edited):
+    session, _ = served
+    scene = session.scene
+    (point,) = apart(seen, 1)
+    label = (scene.labels(scene.fitted.data.targets)[point] + 1) % 10
+    seen.select(point)
+    seen.page.select_option("#label", str(label))
+    seen.page.click("#relabel")
+    seen.history(2)
+    assert seen.page.text_content(f"#point-{point}") == str(label)
+    model = edited(scene.fitted, dfl.Relabel([point], [label]))
+    seen.ask(4)
+    check_answer(seen, model, scene, 4)
+    bound = model.certificate.relative_bound
+    assert read(seen.text("#fact-relative")) == pytest.approx(bound, rel=6e-3)
+    seen.page.click("#refine")
+    seen.history(3)
+    check_answer(seen, model.edit([]), scene, 4)
+    seen.page.click("#reset")
+    seen.history(1)
+
+
+def test_the_certificate_can_be_downloaded(seen, served):
+    session, _ = served
+    seen.select(*apart(seen, 1))
+    seen.page.click("#remove")
+    seen.history(2)
+    with seen.page.expect_download() as download:
+        seen.page.click("#download")
+    assert download.value.suggested_filename == "certificate.json"
+    document = json.loads(Path(download.value.path()).read_text())
+    want = session.certificate()
+    assert document["certificate"] == want["certificate"]
+    assert document["model"] == want["model"]
+
+
+def test_a_lasso_selects_what_is_inside(seen):
+    (point,) = apart(seen, 1)
+    box = seen.page.locator(f"#point-{point}").bounding_box()
+    x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
+    mouse = seen.page.mouse
+    mouse.move(x - 15, y - 15)
+    mouse.down()
+    for dx, dy in ((15, -15), (15, 15), (-15, 15), (-15, -10)):
+        mouse.move(x + dx, y + dy, steps=4)
+    mouse.up()
+    assert seen.selected() == {point}
+
+
+def test_a_group_is_selected_and_its_effect_shown_before_anything_is_done(seen, served, edited):
+    session, _ = served
+    scene = session.scene
+    seen.ask(1)
+    seen.page.select_option("#group", "class 1")
+    members = scene.named_groups["class 1"]
+    assert seen.selected() == set(members.tolist())
+    seen.page.wait_for_selector("#preview b")
+    change = float(edited(scene.fitted, dfl.Remove(members)).delta_loss(scene.xq, scene.yq)[1])
+    assert read(seen.text("#preview b")) == pytest.approx(change, rel=0.06)
+    assert len(session.moments) == 1
+    seen.page.check("input[value=groups]", force=True)
+    seen.page.wait_for_selector("#finding table")
+    assert "class 1" in seen.text("#finding")
+
+
+def test_everything_can_be_done_from_the_keyboard(seen, served):
+    session, _ = served
+    page = seen.page
+    page.focus("#queries")
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    assert page.get_attribute("#queries [aria-selected=true]", "data-query") == "1"
+    page.focus("#map")
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Space")
+    first = seen.selected()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Space")
+    assert len(seen.selected()) == 2
+    assert first < seen.selected()
+    page.keyboard.press("Delete")
+    seen.history(2)
+    assert len(session.state()["removed"]) == 2
+    page.focus("#undo")
+    page.keyboard.press("Enter")
+    seen.history(1)
+
+
+def test_every_control_is_reached_by_tab_and_shows_where_one_is(seen):
+    page = seen.page
+    seen.select(*apart(seen, 1))
+    page.wait_for_selector("#preview b")
+    page.evaluate("document.body.tabIndex = -1; document.body.focus()")
+    reached = set()
+    for _ in range(120):
+        page.keyboard.press("Tab")
+        name, outlined = page.evaluate(
+            """() => { const e = document.activeElement;
+            const o = (s) => getComputedStyle(s).outlineStyle !== 'none';
+            const beside = e.nextElementSibling;
+            return [e.id || e.name || e.className, o(e) || (beside && o(beside))] }"""
+        )
+        reached.add(name)
+        assert outlined or name == "", f"{name} shows no focus"
+    want = "query-number queries colour map group clear remove relabel label refine download save finding"
+    assert set(want.split()) <= reached
+
+
+@pytest.mark.parametrize("width", [360, 390, 768, 1280])
+def test_no_width_scrolls_sideways(open_page, width):
+    seen = open_page(viewport={"width": width, "height": 780}, has_touch=width < 600)
+    seen.settled()
+    seen.page.check("input[value=groups]", force=True)
+    seen.page.wait_for_selector("#finding table")
+    seen.select(*apart(seen, 1))
+    seen.page.wait_for_selector("#preview b")
+    assert seen.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out_in_light_and_dark(open_page, scheme):
+    seen = open_page(color_scheme=scheme)
+    seen.settled()
+    numbers = seen.page.evaluate(
+        """() => { const get = (e, p) => getComputedStyle(e)[p].match(/[\\d.]+/g).slice(0, 3).map(Number);
+        const paper = get(document.body, 'backgroundColor');
+        return ['#about', '#bound', '.helpful', '.harmful', '.bar .value'].map(
+            (s) => [get(document.querySelector(s), 'color'), paper]) }"""
+    )
+    for ink, paper in numbers:
+        assert contrast(ink, paper) >= 4.5  # WCAG 2.2, AA
+    dark = sum(numbers[0][1]) < 3 * 128
+    assert dark == (scheme == "dark")
+
+
+def contrast(a, b):
+    def light(rgb):
+        c = np.array(rgb) / 255
+        c = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+        return c @ [0.2126, 0.7152, 0.0722]
+
+    high, low = sorted((light(a), light(b)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_without_the_token_the_page_says_what_is_missing(browser, served):
+    _, url = served
+    seen = Seen(browser, url)
+    seen.page.wait_for_selector("#trouble:not([hidden])")
+    assert "carries a token" in seen.text("#trouble")
+    assert not seen.page.is_visible("#main")
+    seen.context.close()
+
+
+def test_the_token_leaves_the_address_bar(seen):
+    assert TOKEN not in seen.page.url
+
+
+def test_a_saved_page_works_without_a_server(open_page, served, tmp_path):
+    session, _ = served
+    save_page(session, tmp_path / "page.html")
+    seen = open_page((tmp_path / "page.html").as_uri())
+    seen.settled()
+    scene = session.scene
+    seen.page.click("#query-3")
+    check_answer(seen, scene.fitted, scene, 3)
+    (point,) = apart(seen, 1)
+    seen.select(point)
+    effect = scene.fitted.attribute(scene.xq, scene.yq, progress=False).values[3, point]
+    assert read(seen.text("#preview b")) == pytest.approx(effect, rel=0.06)
+    for button in ("remove", "relabel", "refine", "undo", "reset"):
+        assert seen.page.is_disabled(f"#{button}")
+    assert "saved page" in seen.text("#why-not")
+    seen.page.check("input[value=without]", force=True)
+    assert "trained without the point" in seen.text("#legend")
+    seen.page.select_option("#group", "class 1")
+    seen.page.wait_for_function("document.querySelector('#preview').innerText.includes('class 1')")
+    with seen.page.expect_download() as download:
+        seen.page.click("#download")
+    document = json.loads(Path(download.value.path()).read_text())
+    assert document["certificate"] == session.certificate()["certificate"]
+    assert all(r.startswith(("file:", "data:", "blob:")) for r in seen.requests)
+
+
+def test_the_report_of_an_audit_is_the_page(open_page, digits_scene, tmp_path):
+    fitted, xq, yq = digits_scene.fitted, digits_scene.xq, digits_scene.yq
+    y = np.asarray(fitted.data.targets).argmax(axis=1)
+    data = Data(np.asarray(fitted.x), y, xq, yq, "mnist-small")
+    result = audit(fitted.network, data, ridge=1e-2)
+    write_audit(result, tmp_path / "audit.html", tmp_path / "audit.csv")
+    seen = open_page((tmp_path / "audit.html").as_uri())
+    seen.settled()
+    assert seen.text("h1") == "Audit of a training set"
+    lists = {"suspicious": "suspicion", "isolated": "isolation", "harmful": "harm"}
+    for name, numbers in lists.items():
+        seen.page.check(f"#findings-choice input[value={name}]", force=True)
+        cards = seen.page.query_selector_all("#finding .card")
+        got = [int(card.get_attribute("data-point")) for card in cards]
+        want = np.argsort(-result[numbers], kind="stable")[: len(got)]
+        np.testing.assert_allclose(result[numbers][got], result[numbers][want], rtol=1e-9)
+        assert len(got) >= 8
+    seen.page.check("input[value=groups]", force=True)
+    for name in result["groups"].names:
+        assert name in seen.text("#finding")
