@@ -2,7 +2,6 @@
 
     python benchmarks/unlearning.py                                   # n = 500, 2 cores, minutes
     python benchmarks/unlearning.py --points 2000 --deletions 1000    # one H200
-    python benchmarks/unlearning.py --metrics --models 100            # KLOM and the rest, a table of methods
 
 Every deletion comes with its certificate; parameters are computed on demand and not counted. Times are
 with and without the ledger's fsync. After the stream the state is compared with retraining on what is left.
@@ -25,7 +24,6 @@ import numpy as np
 jax.config.update("jax_enable_x64", True)
 
 import dualfluence as dfl  # noqa: E402
-from dualfluence.unlearning import _metrics as metrics  # noqa: E402
 from dualfluence.unlearning._engine import Engine  # noqa: E402
 
 
@@ -35,13 +33,13 @@ def network(params, x):
     return x @ params[-1]
 
 
-def fit(points, width, ridge, seed=0):
+def fit(points, width, ridge):
     data, rng = dfl.datasets.load("mnist-small"), np.random.default_rng(0)
     rows = rng.permutation(len(data.x_train))[:points]
     x = np.asarray(data.x_train, np.float64).reshape(len(data.x_train), -1)[rows]
     y = np.asarray(data.y_train)[rows].astype(np.int32)
     widths = (x.shape[1], width, width, 10)
-    keys = jax.random.split(jax.random.key(seed), len(widths) - 1)
+    keys = jax.random.split(jax.random.key(0), len(widths) - 1)
     shapes = zip(keys, widths[:-1], widths[1:], strict=True)
     params = [jax.random.normal(k, (a, b), "float64") * (2 / a) ** 0.5 for k, a, b in shapes]
     options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": ridge, "progress": False}
@@ -120,36 +118,6 @@ def bench_desk(fitted, deletions):
     return {"desk_median_seconds": float(np.median(times))}
 
 
-def bench_metrics(points, width, ridge, models):
-    """Methods on the linearised network, seeds 0 to `models`, against retraining with other seeds."""
-    data, rng = dfl.datasets.load("mnist-small"), np.random.default_rng(0)
-    rows = rng.permutation(len(data.x_train))[:points]
-    setting = metrics.Setting(
-        forgotten=np.arange(points // 10),
-        x_test=np.asarray(data.x_test, np.float64).reshape(len(data.x_test), -1)[:200],
-        y=np.asarray(data.y_train)[rows].astype(np.int64),
-        y_test=np.asarray(data.y_test)[:200].astype(np.int64),
-    )
-    names = ("retraining", *metrics.METHODS)
-    found, reference = {name: [] for name in names}, []
-    for seed in range(models):
-        fitted = fit(points, width, ridge, seed)
-        for name in names:
-            found[name].append(metrics.judged_outputs(fitted, setting, name))
-        other = fit(points, width, ridge, models + seed)
-        reference.append(metrics.judged_outputs(other, setting, "retraining"))
-        jax.clear_caches()
-        print(f"seed {seed + 1} of {models}", flush=True)
-    table = [metrics.measure_forgetting(name, found[name], reference, setting) for name in names]
-    print(metrics.forgetting_table(table))
-    return {
-        "points": points,
-        "width": width,
-        "models": models,
-        "table": [r._asdict() for r in table],
-    }
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=500)
@@ -158,17 +126,12 @@ def main():
     parser.add_argument("--ridge", type=float, default=1e-2)
     parser.add_argument("--drift", type=float, default=1e-2)
     parser.add_argument("--edits", type=int, default=10, help="edits timed in between")
-    parser.add_argument("--metrics", action="store_true", help="a table of methods instead")
-    parser.add_argument("--models", type=int, default=100, help="seeds of each method")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = jax.devices()[0]
     results = {"device": f"{device.platform} {device.device_kind}", "jax": jax.__version__}
-    if args.metrics:
-        results |= bench_metrics(args.points, args.width, args.ridge, args.models)
-    else:
-        sizes = (args.points, args.deletions, args.width, args.ridge)
-        results |= bench_stream(*sizes, args.drift, args.edits)
+    sizes = (args.points, args.deletions, args.width, args.ridge)
+    results |= bench_stream(*sizes, args.drift, args.edits)
     print(json.dumps(results, indent=2))
     if args.out:
         args.out.write_text(json.dumps(results, indent=2) + "\n")

@@ -4,18 +4,12 @@ Each compares what an unlearning method gives with what retraining gives, over m
 seeds. Retraining against retraining, with other seeds, is the floor of every measure.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
-
-from .. import primal
-from ..dual._fitted import Fitted
-from ..dual._newton import op_mv
-from ..problem._edits import Remove, TrainingSet, apply_edits
-from ..problem._objective import State
 
 CLIP = 100.0
 """Margins are clipped to ±this."""
@@ -26,8 +20,8 @@ BINS = 20
 FLOOR = 1e-5
 """Smallest share of a bin of the retrained models. Halved, bins that they miss weigh `log 2` more."""
 
-ASCENT_STEPS, DESCENT_STEPS = 10, 50
-"""Steps of the two baselines by gradients."""
+RESAMPLES = 400
+"""Of every bootstrap. Doubled, the ends of intervals move by a few per cent of their length."""
 
 
 def margins(
@@ -78,8 +72,29 @@ def membership_auc(members: Any, others: Any) -> float:
     return float(below.mean() / (2 * b.size))
 
 
+class Judged(NamedTuple):
+    """One model after a method.
+
+    - `train`, `test`: outputs at all training points and at test points.
+    - `distance`: to the retrained parameters, over the distance of those to the parameters before.
+    - `seconds`: what the method took, compilation of the first model included.
+    """
+
+    train: Float[np.ndarray, "n c"]
+    test: Float[np.ndarray, "q c"]
+    distance: float
+    seconds: float = 0.0
+
+
 class Forgetting(NamedTuple):
-    """One method's measures: KLOM at quantiles, AUC, distance over the size of the change."""
+    """One method's measures.
+
+    - `klom_…`: KLOM at the 50 % and 95 % quantiles of the points of a group.
+    - `membership_auc`: mean over models.
+    - `distance`, `seconds`: medians over models.
+    - `intervals`: by measure, 95 % bootstrap intervals: of the median KLOM over points, of the mean AUC and
+      of the median distance over models. They do not tell what other forgotten points would give.
+    """
 
     method: str
     klom_forgotten: tuple[float, float]
@@ -87,6 +102,8 @@ class Forgetting(NamedTuple):
     klom_test: tuple[float, float]
     membership_auc: float
     distance: float
+    seconds: float
+    intervals: dict[str, tuple[float, float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,98 +116,64 @@ class Setting:
     y_test: np.ndarray
 
 
-METHODS = ("ours", "parameter space", "gradient ascent", "fine-tuning", "no unlearning")
-
-
-def unlearn(fitted: Fitted, gone: np.ndarray, method: str) -> Fitted:
-    """The model after forgetting `gone` by a method; every one of them on the same linearised model."""
-    if method == "ours":
-        return fitted.edit(Remove(gone), progress=False).commit()
-    if method == "retraining":
-        return fitted.retrain(Remove(gone), progress=False).commit()
-    if method == "gradient ascent":
-        return _by_gradients(fitted, gone, ascent=True)
-    if method == "fine-tuning":
-        return _by_gradients(fitted, gone, ascent=False)
-    if method == "no unlearning":
-        return fitted
-    raise ValueError(f"unlearn: no method {method!r}; parameter space has outputs only.")
-
-
-def _by_gradients(fitted: Fitted, gone: np.ndarray, *, ascent: bool) -> Fitted:
-    """Steps up the loss of what goes, or down the objective of what stays, at the largest stable rate."""
-    data = apply_edits([Remove(gone)], fitted.data, fitted.loss, fitted.num_outputs)
-    if ascent:
-        weights = np.zeros_like(data.sample_weights)
-        weights[gone] = 1.0
-        data = TrainingSet(data.x, data.targets, weights, form=data.form)
-    problem, op, alpha = fitted.problem(data), fitted.kernel_op, fitted.state.alpha
-    # The curvature of every loss here is at most one: trace(WK) + λ bounds it, and 2/that is stable.
-    top = float(jnp.max(jnp.sum(fitted.kernel_diagonal, axis=1)))
-    rate = 1.0 / (top + fitted.ridge)
-    for _ in range(ASCENT_STEPS if ascent else DESCENT_STEPS):
-        state = State(alpha, op_mv(op, alpha))
-        step = problem.loss_grad(state) if ascent else -problem.residual(state)
-        alpha = alpha + rate * step
-    return replace(fitted, data=data, state=State(alpha, op_mv(op, alpha)))
-
-
-def judged_outputs(
-    fitted: Fitted, setting: Setting, method: str
-) -> tuple[Float[np.ndarray, "n c"], Float[np.ndarray, "q c"], float]:
-    """Outputs at training and test points after a method, and its distance to retraining.
-
-    The distance is over that of retraining to the model before.
-    """
-    gone = setting.forgotten
-    exact = fitted.retrain(Remove(gone), progress=False)
-    size = _distance(fitted, exact.state.alpha, fitted.state.alpha)
-    if method == "parameter space":
-        update = primal.influence(
-            fitted.network,
-            fitted.params(),
-            fitted.data.features,
-            setting.y,
-            Remove(gone),
-            loss=fitted.loss,
-            ridge=fitted.ridge,
-            on_failure="report",
-        )
-        train, test = (np.asarray(update.predict(x)) for x in (fitted.x, setting.x_test))
-        gap = fitted.network.distance(update.params(), exact.params())
-        return train, test, gap / size
-    model = unlearn(fitted, gone, method)
-    train = np.asarray(fitted.layout.points(fitted.offset + model.state.k_alpha))
-    gap = _distance(fitted, model.state.alpha, exact.state.alpha)
-    return train, np.asarray(model.predict(setting.x_test)), gap / size
-
-
 def measure_forgetting(
-    method: str,
-    found: list[tuple[np.ndarray, np.ndarray, float]],
-    reference: list[tuple[np.ndarray, np.ndarray, float]],
-    setting: Setting,
+    method: str, found: list[Judged], reference: list[Judged], setting: Setting
 ) -> Forgetting:
     """A method's outputs over models against those of retraining with other seeds."""
     kept = np.setdiff1d(np.arange(len(setting.y)), setting.forgotten)
-    train, test = _margins_of(found, setting)
-    other_train, other_test = _margins_of(reference, setting)
+    train, test = margins_of(found, setting)
+    other_train, other_test = margins_of(reference, setting)
     scores = klom(train, other_train)
-
-    def quantiles(values: np.ndarray) -> tuple[float, float]:
-        return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.95))
-
-    auc = np.mean(
+    groups = {
+        "klom_forgotten": scores[setting.forgotten],
+        "klom_retained": scores[kept],
+        "klom_test": klom(test, other_test),
+    }
+    aucs = np.array(
         [membership_auc(a[setting.forgotten], b) for a, b in zip(train, test, strict=True)]
     )
+    distances = np.array([each.distance for each in found])
+    intervals = {name: _interval(values, np.median) for name, values in groups.items()}
+    intervals |= {"membership_auc": _interval(aucs, np.mean)}
+    intervals |= {"distance": _interval(distances, np.median)}
     return Forgetting(
         method,
-        quantiles(scores[setting.forgotten]),
-        quantiles(scores[kept]),
-        quantiles(klom(test, other_test)),
-        float(auc),
-        float(np.median([each[2] for each in found])),
+        *(_quantiles(values) for values in groups.values()),
+        membership_auc=float(aucs.mean()),
+        distance=float(np.median(distances)),
+        seconds=float(np.median([each.seconds for each in found])),
+        intervals=intervals,
     )
+
+
+def margins_of(found: list[Judged], setting: Setting) -> tuple[np.ndarray, np.ndarray]:
+    """Margins of several models at training and test points, `(models, points)`."""
+    train = np.stack([margins(each.train, setting.y) for each in found])
+    return train, np.stack([margins(each.test, setting.y_test) for each in found])
+
+
+def margin_error(found: list[Judged], exact: list[Judged], setting: Setting) -> float:
+    """Root mean square of the margins' errors, model by model, forgotten, retained and test points alike.
+
+    What rates of gradient methods are chosen by: each of the three groups counts a third.
+    """
+    kept = np.setdiff1d(np.arange(len(setting.y)), setting.forgotten)
+    pairs = zip(margins_of(found, setting), margins_of(exact, setting), strict=True)
+    train, test = (np.square(np.clip(a, -CLIP, CLIP) - np.clip(b, -CLIP, CLIP)) for a, b in pairs)
+    groups = (train[:, setting.forgotten], train[:, kept], test)
+    error = float(np.sqrt(np.mean([group.mean() for group in groups])))
+    return error if np.isfinite(error) else np.inf
+
+
+def _quantiles(values: np.ndarray) -> tuple[float, float]:
+    return float(np.quantile(values, 0.5)), float(np.quantile(values, 0.95))
+
+
+def _interval(values: np.ndarray, statistic: Callable[..., Any]) -> tuple[float, float]:
+    """95 % of the statistic over resamples with replacement, always the same ones."""
+    rows = np.random.default_rng(0).integers(0, values.size, (RESAMPLES, values.size))
+    low, high = np.quantile(statistic(values[rows], axis=1), (0.025, 0.975))
+    return float(low), float(high)
 
 
 def forgetting_table(rows: list[Forgetting]) -> str:
@@ -204,14 +187,3 @@ def forgetting_table(rows: list[Forgetting]) -> str:
         cells += [f"{row.membership_auc:.3f}", f"{row.distance:.2g}"]
         lines.append(f"| {row.method} | {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _margins_of(found: list[Any], setting: Setting) -> tuple[np.ndarray, np.ndarray]:
-    train = np.stack([margins(each[0], setting.y) for each in found])
-    return train, np.stack([margins(each[1], setting.y_test) for each in found])
-
-
-def _distance(fitted: Fitted, a: Any, b: Any) -> float:
-    """`‖Jᵀ(a − b)‖`."""
-    change = a - b
-    return float(np.sqrt(max(float(jnp.sum(change * op_mv(fitted.kernel_op, change))), 0.0)))

@@ -1,12 +1,14 @@
 """One colour and one marker per method, for every figure and page. Imports no plotting.
 
-The palette is Okabe and Ito's, readable with any colour vision, with an indigo of Tol's. Colours of
-quantities such as λ come from viridis, so that no colour of a method means anything else.
+The palette is Okabe and Ito's, readable with any colour vision, with indigo, wine and olive of Tol's.
+Colours of quantities such as λ come from viridis, so that no colour of a method means anything else.
 """
 
 from typing import Any
 
 from ._names import (
+    ASCENT,
+    FINE_TUNED,
     HELD,
     ITERATED,
     ONE_STEP,
@@ -19,10 +21,12 @@ from ._names import (
     SHARDED,
     TANGENT,
     TWO_STEPS,
+    UNTOUCHED,
 )
 
 BLUE, SKY, GREEN, INDIGO = "#0072B2", "#56B4E9", "#009E73", "#332288"
 VERMILION, ORANGE, PURPLE, GREY, BLACK = "#D55E00", "#E69F00", "#CC79A7", "#777777", "#000000"
+WINE, OLIVE, LIGHT = "#882255", "#999933", "#AAAAAA"
 
 COLOURS: dict[str, str] = {
     ONE_STEP: BLUE,
@@ -37,6 +41,9 @@ COLOURS: dict[str, str] = {
     PARAMETER_RELEASED: PURPLE,
     RANDOM: GREY,
     RETRAINED: BLACK,
+    ASCENT: WINE,
+    FINE_TUNED: OLIVE,
+    UNTOUCHED: LIGHT,
 }
 """By method. A method that runs in another way keeps its colour and changes its line."""
 
@@ -54,6 +61,9 @@ _LINES: dict[str, dict[str, Any]] = {
     PARAMETER_RELEASED: {"marker": "o", "linestyle": "-.", "markersize": 5},
     RANDOM: {"marker": "x", "linestyle": ":"},
     RETRAINED: {"linestyle": "--"},
+    ASCENT: {"marker": "<"},
+    FINE_TUNED: {"marker": ">"},
+    UNTOUCHED: {"marker": "o", "linestyle": ":"},
 }
 
 STYLES: dict[str, dict[str, Any]] = {

@@ -12,6 +12,9 @@ PARAMETER = "parameter space"
 PARAMETER_RELEASED = "parameter space, as released"
 RANDOM = "random perturbation"
 RETRAINED = "retraining"
+ASCENT = "gradient ascent"
+FINE_TUNED = "fine-tuning"
+UNTOUCHED = "no unlearning"
 
 COMPARED = (PARAMETER, PAPER, SHARDED, ONE_STEP, ITERATED)
 """What the paper's figures compare."""
