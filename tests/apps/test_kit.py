@@ -56,7 +56,7 @@ def top_level_imports(path):
 
 
 def test_commands_import_what_they_need_when_they_run():
-    registered = ("attribute", "serve")
+    registered = ("attribute", "explore", "serve")
     files = [APPS / "cli" / name for name in ("__init__.py", "_app.py")]
     files += [APPS / room / name for room in registered for name in ("__init__.py", "_commands.py")]
     start = set().union(*(top_level_imports(file) for file in files))
