@@ -15,6 +15,7 @@ import pytest
 
 import dualfluence as dfl
 from dualfluence._support.files import locked
+from dualfluence._support.options import check_count
 from dualfluence.store import StoreError, _build
 
 HERE = Path(__file__).parent
@@ -43,14 +44,15 @@ def all_files(path):
 
 @pytest.mark.parametrize("tile", [-1, 0, True])
 def test_a_tile_is_a_positive_whole_number(tmp_path, tile):
-    with pytest.raises(ValueError, match="tile must be a whole number, at least 1"):
+    kind = TypeError if tile is True else ValueError
+    with pytest.raises(kind, match="tile must be a whole number, at least 1"):
         build(tmp_path / "k", tile=tile)
-    with pytest.raises(ValueError, match="num_outputs must be"):
+    with pytest.raises(kind, match="num_outputs must be"):
         build(tmp_path / "k", num_outputs=tile)
     assert not (tmp_path / "k").exists()
     for wrong in (2.5, "4", np.float64(3)):  # build's annotations, checked in tests, come first
-        with pytest.raises(ValueError, match="tile must be a whole number"):
-            _build._check_count("tile", wrong)
+        with pytest.raises(TypeError, match="tile must be a whole number"):
+            check_count("tile", wrong)
 
 
 @pytest.mark.parametrize("points", [np.zeros((0, 3)), np.full((3, 2), np.nan), np.array(["a"])])
