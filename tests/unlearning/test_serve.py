@@ -213,7 +213,9 @@ class Process:
 def run_kills(folder, kills, seed=0):
     """Removals until a kill, again and again; returns what was acknowledged, in order."""
     rng, acknowledged, point, stalls = np.random.default_rng(seed), [], 0, 0
-    for _ in range(kills):
+    for turn in range(kills):
+        # A fast server must not run out of points: each turn has its share, then asks for one again.
+        last = (turn + 1) * 280 // kills
         server, so_far = Process(folder), len(acknowledged)
         # Longer where nothing was answered in time, or a long request would hold up the stream for good.
         delay = float(rng.uniform(0.02, 0.5)) * 2**stalls
@@ -221,13 +223,13 @@ def run_kills(folder, kills, seed=0):
         timer.start()
         try:
             while True:
-                answer = server.client.post("/remove", json={"ids": [point]})
+                answer = server.client.post("/remove", json={"ids": [min(point, last)]})
                 if answer.status_code == 200:
                     acknowledged.append(answer.json())
                 else:
-                    # Recorded by the process that was killed before it could say so.
+                    # Asked for again, or recorded by the process that was killed before it could say so.
                     assert "was removed" in answer.json()["error"]
-                point += 1
+                point = min(point, last) + 1
         except httpx.TransportError:
             timer.join()
             server.process.wait()
