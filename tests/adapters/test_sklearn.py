@@ -224,3 +224,15 @@ def test_it_works_in_a_pipeline_and_a_search():
     search = GridSearchCV(make_pipeline(StandardScaler(), regressor()), grid, cv=2)
     search.fit(X, VALUES)
     assert search.best_params_ == {"dualinfluenceregressor__ridge": 1e-3}
+
+
+def test_a_floor_of_no_use_is_warned_of():
+    """Large features, a small ridge and equal points: all of the answer may be rounding."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    rng = np.random.default_rng(0)
+    X, y = np.repeat(rng.normal(size=(3, 2)), 4, axis=0) * 100, rng.normal(size=12) * 40
+    with pytest.warns(ConvergenceWarning, match="certified distance"):
+        model = dfl.adapters.DualInfluenceRegressor(ridge=1e-6, fit_intercept="free").fit(X, y)
+    assert model.certificate_.at_floor
+    assert model.certificate_.relative_bound > 0.1

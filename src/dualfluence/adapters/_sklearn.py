@@ -19,6 +19,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from ..dual._fit import fit
 from ..dual._fitted import Fitted
 from ..dual._io import load
+from ..dual._record import FLOOR_LIMIT
 from ..dual._train import default_tolerance
 from ..kernels._scale import FREE, FREE_SCALES
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
@@ -128,17 +129,19 @@ class _DualEstimator(BaseEstimator):
 
     def _keep(self, fitted: Fitted) -> None:
         """Take over a fit and what linear models show of it."""
-        # With a free intercept the floor of rounding lies above the tolerance: nothing is left to do there.
-        if not fitted.stats.converged and not fitted.certificate.at_floor:
+        cert = fitted.certificate
+        # A free intercept raises the floor of rounding above the tolerance: no fault while it is of use.
+        at_end = cert.at_floor and cert.relative_bound <= FLOOR_LIMIT
+        if not fitted.stats.converged and not at_end:
             warnings.warn(
                 f"{type(self).__name__} stopped at a certified distance of "
-                f"{fitted.certificate.distance_bound:.1e} from its optimum: {fitted.stats.reason}. "
+                f"{cert.distance_bound:.1e} from its optimum: {fitted.stats.reason}. "
                 "Scale the features, or give a larger ridge.",
                 ConvergenceWarning,
                 stacklevel=3,
             )
         self.fitted_ = fitted
-        self.certificate_ = fitted.certificate
+        self.certificate_ = cert
         if self.model is None:
             alpha = np.asarray(fitted.alpha)
             self.coef_ = (np.asarray(fitted.x).T @ alpha).T
