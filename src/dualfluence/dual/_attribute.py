@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.checks import OVERFLOW, check_finite, check_indices, check_queries, check_range
+from .._support.checks import OVERFLOW, check_finite, check_indices, check_range
 from .._support.compile import filter_jit
 from .._support.memory import memory_budget
 from .._support.points import shown
@@ -52,7 +52,7 @@ def attribute(
     """See `Fitted.attribute`."""
     start, fitted = time.perf_counter(), fitted.without_spare_rows()
     _check_options(first_order, refine, block_size)
-    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
+    xq = fitted.data.queries(xq)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     outputs = fitted.predict(xq)
     form = leave_one_out(fitted, first_order=first_order, until=fitted._remaining(refine))
@@ -112,7 +112,7 @@ def attribute_groups(
     _check_options(False, refine, None)
     fitted = fitted.without_spare_rows()
     names, members = _checked_groups(groups, fitted)
-    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
+    xq = fitted.data.queries(xq)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     pairs = [(i, j) for i in range(len(names)) for j in range(i)] if interactions else []
     sets = members + [np.union1d(members[i], members[j]) for i, j in pairs]

@@ -26,7 +26,6 @@ from .._support.checks import (
     check_finite,
     check_indices,
     check_number,
-    check_queries,
     check_range,
     check_ridge,
     check_rows,
@@ -39,7 +38,6 @@ from ..losses import AbstractLoss
 from ..models._options import KernelArgument, kernel_options
 from ..models._sources import as_source
 from ..operators import AbstractKernelOperator
-from ..problem._edits import TrainingSet
 from ..problem._objective import Problem, State, make_problem
 from ._record import Clock
 from ._setup import place_source, prepare
@@ -120,7 +118,7 @@ def kernel_gradient_descent(
         shape = (data.num_points, offset.shape[1])
         start = _initial("initial_outputs", initial_outputs, shape, offset.dtype)
         offset = layout.place(start, "last")
-    queries = maybe(_queries, "x_query", x_query, data=data)
+    queries = None if x_query is None else data.queries(x_query, "x_query")
     base = None
     if queries is not None and initial_query_outputs is not None:
         shape = (queries.shape[0], offset.shape[1])
@@ -272,10 +270,6 @@ def _sample_weights(retain: Any, targets: Any) -> np.ndarray | None:
     kept = check_indices("retain", array)
     check_range("retain", kept, num_points)
     return np.isin(np.arange(num_points), kept).astype(float)
-
-
-def _queries(name: str, x_query: Any, data: TrainingSet) -> Array:
-    return check_queries(x_query, data.x, name, form=data.form)
 
 
 def _initial(name: str, outputs: Any, shape: tuple[int, int], dtype: Any) -> Array:

@@ -9,7 +9,7 @@ import equinox as eqx
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import OVERFLOW, check_finite, check_queries
+from .._support.checks import OVERFLOW, check_finite
 from .._support.compile import filter_jit
 from .._support.options import check_flag
 from ..kernels._linearized import Linearized
@@ -145,7 +145,7 @@ class DualModel(abc.ABC):
         - `xq`: queries, like the training features.
         - `linearised`: `False` evaluates the network itself at `params()` instead.
         """
-        xq = check_queries(xq, self.data.x, form=self.data.form)
+        xq = self.data.queries(xq)
         outputs = self._outputs_at(xq, check_flag("predict: linearised", linearised))
         check_finite("predict", outputs, hint=OVERFLOW)
         return outputs

@@ -7,7 +7,7 @@ from typing import Any, Generic
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.checks import OVERFLOW, check_finite, check_queries
+from .._support.checks import OVERFLOW, check_finite
 from .._support.options import check_flag
 from ..operators._layout import Layout
 from ..problem._certificate import Certificate
@@ -51,7 +51,7 @@ class Update(DualModel, Generic[Trained]):
 
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
-        xq = check_queries(xq, self.data.x, form=self.data.form)
+        xq = self.data.queries(xq)
         if check_flag("delta_outputs: linearised", linearised):
             change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
             check_finite("delta_outputs", change, hint=OVERFLOW)
@@ -80,7 +80,7 @@ class Update(DualModel, Generic[Trained]):
           `first_order`.
         - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
         """
-        xq = check_queries(xq, self.data.x, form=self.data.form)
+        xq = self.data.queries(xq)
         check_flag("delta_loss: first_order", first_order)
         check_flag("delta_loss: include_ridge", include_ridge)
         check_flag("delta_loss: linearised", linearised)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import check_finite, check_queries, check_ridge
+from .._support.checks import check_finite, check_ridge
 from .._support.compile import filter_jit
 from .._support.options import (
     check_count,
@@ -88,7 +88,7 @@ def attribute(
     model = bound_network(model, x)
     theta = model.enter(theta)
     data = _training_set(model, x, y, weights, loss)
-    queries = check_queries(xq, data.x, form=data.form)
+    queries = data.queries(xq)
     c = model.apply_shape(data.x)[1]
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
     sized = _with_batches(model, data.x, batch_size)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import check_finite, check_queries
+from .._support.checks import check_finite
 from .._support.compile import filter_jit
 from .._support.options import check_flag
 from .._support.trees import tree_norm
@@ -61,7 +61,7 @@ class PrimalUpdate(eqx.Module):
         outputs = outputs_at(
             self.model,
             self._after(),
-            check_queries(xq, self.data.x, form=self.data.form),
+            self.data.queries(xq),
             self.linearised,
         )
         check_finite("predict outputs", outputs)
@@ -69,7 +69,7 @@ class PrimalUpdate(eqx.Module):
 
     def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
         """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
-        xq = check_queries(xq, self.data.x, form=self.data.form)
+        xq = self.data.queries(xq)
         change = _push(tangent_model(self.model, self.before, self.linearised), xq, self.step)
         check_finite("delta_outputs", change)
         return change
@@ -88,7 +88,7 @@ class PrimalUpdate(eqx.Module):
         - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper counts into the loss of
           every single point, to first order if `first_order`.
         """
-        xq = check_queries(xq, self.data.x, form=self.data.form)
+        xq = self.data.queries(xq)
         check_flag("delta_loss: include_ridge", include_ridge)
         check_flag("delta_loss: first_order", first_order)
         f = outputs_at(self.model, self.before, xq, self.linearised)

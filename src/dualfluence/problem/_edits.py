@@ -17,6 +17,7 @@ from .._support.checks import (
     as_weights,
     check_finite,
     check_indices,
+    check_queries,
     check_range,
     check_rows,
 )
@@ -45,6 +46,10 @@ class TrainingSet:
     def features(self) -> Any:
         """Features as they were given: one array, or a tree of arrays."""
         return self.x if self.form is None else self.form.unpack(self.x)
+
+    def queries(self, xq: Any, name: str = "queries") -> Array:
+        """Queries like these features, checked, and packed where the features are a tree."""
+        return check_queries(xq, self.x, name, form=self.form)
 
     @property
     def num_points(self) -> int:

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import check_queries
 from ..dual._fitted import Fitted
 from ..kernels._scale import Shifted
 from ._desk import Desk
@@ -187,7 +186,7 @@ def perturbed_outputs(
     """
     outputs = model.predict(xq)
     q, c = outputs.shape
-    queries = check_queries(xq, model.data.x, form=model.data.form)
+    queries = model.data.queries(xq)
     op = model.source.operator(queries, c, form="auto", progress=False)
     K = np.asarray(op.dense(), np.float64)
     values, vectors = np.linalg.eigh(0.5 * (K + K.T))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ..._support.checks import check_finite, check_queries
+from ..._support.checks import check_finite
 from ..._support.progress import ProgressFn, Ticker
 from ...dual._fitted import Fitted
 from ...dual._many import columns_at_once, reweighted
@@ -78,7 +78,7 @@ def retrain_linearised(
     """
     fitted = fitted.without_spare_rows()
     kept = _check_masks("retrain_linearised", masks, fitted.data.num_points)
-    xq = check_queries(xq, fitted.data.x, form=fitted.data.form)
+    xq = fitted.data.queries(xq)
     c, dtype = fitted.num_outputs, fitted.offset.dtype
     quantity = as_quantity(of, fitted.loss, yq, xq.shape[0], c, dtype)
     samples = np.asarray(fitted.data.sample_weights)
