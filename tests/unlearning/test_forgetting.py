@@ -12,7 +12,8 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.unlearning import _forget_linear, _forget_network, _metrics
+from dualfluence.apps.compare import _forget_linear, _forget_network
+from dualfluence.unlearning import _metrics
 
 
 def test_margins_are_those_of_the_definition():

@@ -1,4 +1,4 @@
-"""Ways to forget on a linearised model, to be judged by `_metrics`."""
+"""Ways to forget on a linearised model, to be judged by `unlearning._metrics`."""
 
 import time
 from dataclasses import replace
@@ -7,13 +7,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .. import primal
-from ..dual._fitted import Fitted
-from ..dual._newton import op_mv
-from ..dual._update import Update
-from ..problem._edits import Remove, TrainingSet, apply_edits
-from ..problem._objective import State
-from ._metrics import Judged, Setting
+from ... import primal
+from ...dual._fitted import Fitted
+from ...dual._newton import op_mv
+from ...dual._update import Update
+from ...problem._edits import Remove, TrainingSet, apply_edits
+from ...problem._objective import State
+from ...unlearning._metrics import Judged, Setting
 
 ASCENT_STEPS, DESCENT_STEPS = 10, 50
 """Steps of the two baselines by gradients."""

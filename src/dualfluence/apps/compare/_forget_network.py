@@ -1,4 +1,4 @@
-r"""Ways to forget on networks that were trained by SGD, to be judged by `_metrics`.
+r"""Ways to forget on networks that were trained by SGD, to be judged by `unlearning._metrics`.
 
 Networks of one shape and many seeds train in one program: parameters, keys and weights are stacked along
 a leading axis. The objective is that of `from_trained` with `θ₀ = 0`, as weight decay has it:
@@ -9,24 +9,25 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
-from .. import primal
-from .._support.compile import filter_jit
-from ..dual._fidelity import FidelityWarning
-from ..dual._fitted import Fitted
-from ..dual._from_trained import from_trained
-from ..kernels._linearized import Linearized, linearize
-from ..losses import AbstractLoss
-from ..metrics import distance
-from ..problem._edits import Remove
-from ._metrics import Judged, Setting
+from ... import primal
+from ..._support.compile import filter_jit
+from ...dual._fidelity import FidelityWarning
+from ...dual._fitted import Fitted
+from ...dual._from_trained import from_trained
+from ...dual._update import Update
+from ...kernels._linearized import Linearized, linearize
+from ...losses import AbstractLoss
+from ...metrics import distance
+from ...problem._edits import Remove
+from ...unlearning._metrics import Judged, Setting
 
 STEPS = {"ours, one step": 1, "ours, two steps": 2}
 
@@ -77,61 +78,56 @@ def train(
     x = jnp.asarray(nets.x, dtype)
     outputs = jax.eval_shape(nets.apply_fn, jax.tree.map(lambda leaf: leaf[0], params), x)
     targets = nets.loss.prepare_targets(jnp.asarray(nets.y), outputs.shape[1], dtype)
-    numbers = jnp.asarray([nets.rate, nets.ridge, nets.momentum], dtype)
-    sizes = (nets.epochs, min(nets.batch, len(nets.y)))
-    return _train(nets.apply_fn, nets.loss, sizes, numbers, (x, targets), params, keys, rows)
+    batch = min(nets.batch, len(nets.y))
+    rate, ridge, momentum = jnp.asarray([nets.rate, nets.ridge, nets.momentum], dtype)
+    one = _Sgd(nets.apply_fn, nets.loss, nets.epochs, batch, rate, ridge, momentum, x, targets)
+    return _train(one, params, keys, rows)
 
 
 @filter_jit
-def _train(
-    apply_fn: Callable[..., Any],
-    loss: AbstractLoss,
-    sizes: tuple[int, int],
-    numbers: Float[Array, "3"],
-    data: tuple[Array, Array],
-    params: PyTree,
-    keys: Key[Array, " s"],
-    weights: Float[Array, "s n"],
-) -> PyTree:
-    one = partial(_sgd, apply_fn, loss, sizes, numbers, data)
+def _train(one: "_Sgd", params: PyTree, keys: Key[Array, " s"], weights: Array) -> PyTree:
     return jax.vmap(one)(params, keys, weights)
 
 
-def _sgd(
-    apply_fn: Callable[..., Any],
-    loss: AbstractLoss,
-    sizes: tuple[int, int],
-    numbers: Float[Array, "3"],
-    data: tuple[Array, Array],
-    params: PyTree,
-    key: Key[Array, ""],
-    weights: Float[Array, " n"],
-) -> PyTree:
-    """One network. Batches have all points; the mean over those that stay is kept in expectation."""
-    (epochs, batch), (rate, ridge, momentum), (x, targets) = sizes, numbers, data
-    num_points = x.shape[0]
-    batches = num_points // batch
-    weights = (weights * num_points / jnp.sum(weights)).astype(x.dtype)
+class _Sgd(eqx.Module):
+    """SGD of one network. Batches have all points; the mean over those that stay is kept in expectation."""
 
-    def objective(p: PyTree, rows: Array) -> Array:
-        values = loss.value(apply_fn(p, x[rows]), targets[rows])
-        squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
-        return jnp.mean(weights[rows] * values) + 0.5 * ridge * squares
+    apply_fn: Callable[..., Any] = eqx.field(static=True)
+    loss: AbstractLoss
+    epochs: int = eqx.field(static=True)
+    batch: int = eqx.field(static=True)
+    rate: Float[Array, ""]
+    ridge: Float[Array, ""]
+    momentum: Float[Array, ""]
+    x: Array
+    targets: Array
 
-    def step(carry: PyTree, what: tuple[Array, Array]) -> tuple[PyTree, None]:
-        (p, velocity), (rows, now) = carry, what
-        slope = jax.grad(objective)(p, rows)
-        velocity = jax.tree.map(lambda v, g: momentum * v + g, velocity, slope)
-        return (jax.tree.map(lambda a, v: a - now * v, p, velocity), velocity), None
+    def __call__(self, params: PyTree, key: Key[Array, ""], weights: Float[Array, " n"]) -> PyTree:
+        """The parameters after training from `params`."""
+        num_points = self.x.shape[0]
+        batches = num_points // self.batch
+        weights = (weights * num_points / jnp.sum(weights)).astype(self.x.dtype)
 
-    def epoch(carry: PyTree, what: tuple[Array, Array]) -> tuple[PyTree, None]:
-        order = jax.random.permutation(what[0], num_points)[: batches * batch]
-        return jax.lax.scan(step, carry, (order.reshape(batches, batch), what[1]))
+        def objective(p: PyTree, rows: Array) -> Array:
+            values = self.loss.value(self.apply_fn(p, self.x[rows]), self.targets[rows])
+            squares = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(p))
+            return jnp.mean(weights[rows] * values) + 0.5 * self.ridge * squares
 
-    rates = 0.5 * rate * (1 + jnp.cos(jnp.pi * jnp.arange(epochs * batches) / (epochs * batches)))
-    plan = (jax.random.split(key, epochs), rates.astype(x.dtype).reshape(epochs, batches))
-    start = (params, jax.tree.map(jnp.zeros_like, params))
-    return jax.lax.scan(epoch, start, plan)[0][0]
+        def step(carry: PyTree, what: tuple[Array, Array]) -> tuple[PyTree, None]:
+            (p, velocity), (rows, now) = carry, what
+            slope = jax.grad(objective)(p, rows)
+            velocity = jax.tree.map(lambda v, g: self.momentum * v + g, velocity, slope)
+            return (jax.tree.map(lambda a, v: a - now * v, p, velocity), velocity), None
+
+        def epoch(carry: PyTree, what: tuple[Array, Array]) -> tuple[PyTree, None]:
+            order = jax.random.permutation(what[0], num_points)[: batches * self.batch]
+            return jax.lax.scan(step, carry, (order.reshape(batches, self.batch), what[1]))
+
+        done = jnp.arange(self.epochs * batches) / (self.epochs * batches)
+        rates = (0.5 * self.rate * (1 + jnp.cos(jnp.pi * done))).astype(self.x.dtype)
+        plan = (jax.random.split(key, self.epochs), rates.reshape(self.epochs, batches))
+        start = (params, jax.tree.map(jnp.zeros_like, params))
+        return jax.lax.scan(epoch, start, plan)[0][0]
 
 
 def forget_by_gradients(
@@ -179,30 +175,43 @@ def forget_one(
         options: dict[str, Any] = {"loss": nets.loss, "ridge": nets.ridge, "progress": False}
         fitted = from_trained(model, params, nets.x, nets.y, **options)
     taken = time.perf_counter() - start
-    found = {name: _by_ours(nets, fitted, setting, steps, taken) for name, steps in STEPS.items()}
-    found[READ_OUT] = _by_read_out(nets, fitted, setting, taken)
+    edited = {name: _timed(lambda k=k: _edited(fitted, setting, k)) for name, k in STEPS.items()}
+    found = {
+        name: _by_ours(nets, fitted, update, setting, taken + seconds)
+        for name, (update, seconds) in edited.items()
+    }
+    update, seconds = edited["ours, two steps"]
+    found[READ_OUT] = _by_read_out(nets, update, setting, taken + seconds)
     found[PARAMETER] = _in_parameter_space(nets, params, setting, primal.CG(rtol=1e-6))
     found[DAMPED] = _in_parameter_space(nets, params, setting, _exact(damping))
     return found
 
 
-def _by_ours(nets: Networks, fitted: Fitted, setting: Setting, steps: int, taken: float) -> Forgot:
+def _edited(fitted: Fitted, setting: Setting, steps: int) -> Update[Fitted]:
+    return fitted.edit(Remove(setting.forgotten), steps=steps, progress=False)
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
     start = time.perf_counter()
-    edited = fitted.edit(Remove(setting.forgotten), steps=steps, progress=False)
-    new = jax.block_until_ready(edited.params())
-    seconds = taken + time.perf_counter() - start
+    result = call()
+    return result, time.perf_counter() - start
+
+
+def _by_ours(
+    nets: Networks, fitted: Fitted, edited: Update[Fitted], setting: Setting, taken: float
+) -> Forgot:
+    new, seconds = _timed(lambda: jax.block_until_ready(edited.params()))
     fidelity: Any = fitted.fidelity
     # Not the gap of outputs: the tangent at θ₀ = 0, where nothing moves, plays no part here.
     facts = {"gradient_norm": fidelity.gradient_norm, "parameter_gap": fidelity.parameter_gap}
-    return Forgot(new, *outputs_of(nets, new, setting), seconds, facts)
+    return Forgot(new, *outputs_of(nets, new, setting), taken + seconds, facts)
 
 
-def _by_read_out(nets: Networks, fitted: Fitted, setting: Setting, taken: float) -> Forgot:
-    start = time.perf_counter()
-    edited = fitted.edit(Remove(setting.forgotten), steps=2, progress=False)
+def _by_read_out(nets: Networks, edited: Update[Fitted], setting: Setting, taken: float) -> Forgot:
     after = edited.commit()
-    train, test = (np.asarray(after.predict(each)) for each in (nets.x, setting.x_test))
-    return Forgot(edited.params(), train, test, taken + time.perf_counter() - start, {})
+    train, first = _timed(lambda: np.asarray(after.predict(nets.x)))
+    test, second = _timed(lambda: np.asarray(after.predict(setting.x_test)))
+    return Forgot(edited.params(), train, test, taken + first + second, {})
 
 
 def _in_parameter_space(
