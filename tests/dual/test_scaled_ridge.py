@@ -223,21 +223,17 @@ def fn_bent(theta, x):
     return jnp.sin(x @ theta["w"]) + theta["b"]
 
 
+def taken_over(p, params):
+    options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": p.ridge, "progress": False}
+    return dfl.from_trained(make_model(), params, p.x, p.y, weights=p.sample_weights, **options)
+
+
 @pytest.mark.parametrize("trained", [False, True])
 def test_files_come_back_and_refuse_another_scale(tmp_path, trained):
     p = problem()
     fitted = fit(p)
     if trained:
-        fitted = dfl.from_trained(
-            make_model(),
-            fitted.params(),
-            p.x,
-            p.y,
-            loss=dfl.SoftmaxCrossEntropy(),
-            ridge=p.ridge,
-            weights=p.sample_weights,
-            progress=False,
-        )
+        fitted = taken_over(p, fitted.params())
     fitted.save(tmp_path / "a.npz")
     again = dfl.load(tmp_path / "a.npz", make_model(), progress=False)
     for get in (lambda f: flat(f.params()), lambda f: flat(f.edit(dfl.Remove(GONE)).params())):
@@ -250,16 +246,7 @@ def test_files_come_back_and_refuse_another_scale(tmp_path, trained):
 
 def test_purging_keeps_parameters_and_later_edits():
     p = problem()
-    taken = dfl.from_trained(
-        make_model(),
-        fit(p).params(),
-        p.x,
-        p.y,
-        loss=dfl.SoftmaxCrossEntropy(),
-        ridge=p.ridge,
-        weights=p.sample_weights,
-        progress=False,
-    )
+    taken = taken_over(p, fit(p).params())
     kept = taken.edit(dfl.Remove(GONE), steps=6).commit()
     clean = kept.purge()
     np.testing.assert_allclose(flat(clean.params()), flat(kept.params()), atol=1e-12)
