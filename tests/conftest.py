@@ -11,6 +11,7 @@ peak of a kernel of 8 GB is measured there instead.
 Programs are optimised there: what a GPU's compiler does to a convolution is what is tested.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -23,6 +24,9 @@ import pytest
 from jaxtyping import install_import_hook
 
 PLATFORM = os.environ.get("DUALFLUENCE_TEST_PLATFORM", "cpu")
+
+# A thousand compiled programs are millions of objects: looking through all of them for cycles takes seconds.
+gc.set_threshold(200_000, 20, 1000)
 
 jax.config.update("jax_enable_x64", True)
 if PLATFORM == "cpu":

@@ -44,7 +44,7 @@ class Work(NamedTuple):
     - `fitted`: the model as it is.
     - `anchor`, `gone`: the inverse and what was eliminated from it; `None` where there is none.
     - `programs`: what is compiled for the anchor.
-    - `total`: sum of sample weights at the anchor.
+    - `shares`: weights at the anchor, which sum to one.
     - `edits`: removals by `edit` since the inverse was lost.
     - `how`: how the last request was answered.
     """
@@ -53,7 +53,7 @@ class Work(NamedTuple):
     anchor: Anchor | None
     gone: Gone | None
     programs: Programs | None
-    total: float
+    shares: np.ndarray | None
     edits: int
     how: str
 
@@ -95,16 +95,13 @@ class Engine:
     def _left_out(
         self, work: Work, points: np.ndarray, data: TrainingSet, until: float | None
     ) -> Work:
-        gone, programs = work.gone, work.programs
+        gone, programs, shares = work.gone, work.programs, work.shares
         assert gone is not None
         assert programs is not None
+        assert shares is not None
         fitted = work.fitted
-        after, found = programs.leave_out(
-            gone,
-            fitted.state,
-            data.weights,
-            _leaving(fitted.data.sample_weights, points, work.total),
-        )
+        leaving = _leaving(shares, fitted.data.sample_weights, points)
+        after, found = programs.leave_out(gone, fitted.state, leaving)
         if work is self.work:
             # The call wrote into its arguments: what was is in what came back.
             self.work = work._replace(gone=replace(gone, Y=after.Y, YC=after.YC))
@@ -119,13 +116,13 @@ class Engine:
         self, work: Work, data: TrainingSet, found: Found, limit: float, until: float | None
     ) -> Work:
         """Further steps with the same inverse; where they no longer help, start anew."""
-        gone, programs, ridge = work.gone, work.programs, work.fitted.ridge
+        gone, programs, shares, ridge = work.gone, work.programs, work.shares, work.fitted.ridge
         assert gone is not None
         assert programs is not None
-        weights, kept = data.weights, data.sample_weights > 0
-        scale, last, step = float(data.sample_weights.sum() / work.total), np.inf, 0
+        assert shares is not None
+        left, last, step = np.where(data.sample_weights > 0, shares, 0), np.inf, 0
         for step in range(1, MAX_POLISH + 1):
-            found = programs.polish(gone, found, weights, kept, scale)
+            found = programs.polish(gone, found, left)
             certificate = found.certificate(ridge)
             if certificate.distance_bound <= limit:
                 how = f"closed form, {step} steps more"
@@ -133,7 +130,7 @@ class Engine:
             if not certificate.distance_bound <= 0.5 * last:
                 break
             last = certificate.distance_bound
-        found = programs.measure(found.state.alpha, weights)
+        found = programs.measure(found.state.alpha, data.weights)
         certificate = found.certificate(ridge)
         if certificate.distance_bound <= limit:
             how = f"closed form, {step} steps more, true products"
@@ -168,21 +165,21 @@ def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
     fitted = replace(fitted, state=State(alpha, fitted.kernel_op.mv(alpha)))
     same = last is not None and last.op is fitted.kernel_op
     anchor = make_anchor(fitted, last.majorant if last is not None and same else None)
-    gone = nothing_gone(anchor, max(MAX_GONE, MAX_BATCH))
-    total = float(fitted.data.sample_weights.sum())
-    return Work(fitted, anchor, gone, Programs(anchor), total, 0, "factorisation")
+    shares = fitted.data.weights
+    gone = nothing_gone(anchor, shares, max(MAX_GONE, MAX_BATCH))
+    return Work(fitted, anchor, gone, Programs(anchor), shares, 0, "factorisation")
 
 
 def _without_inverse(fitted: Fitted, edits: int, how: str) -> Work:
-    return Work(fitted, None, None, None, 0.0, edits, how)
+    return Work(fitted, None, None, None, None, edits, how)
 
 
-def _leaving(weights: np.ndarray, points: np.ndarray, total: float) -> Iterator[Leaving]:
+def _leaving(shares: np.ndarray, weights: np.ndarray, points: np.ndarray) -> Iterator[Leaving]:
     """The points one after another, from these sample weights on."""
-    weights = weights.copy()
+    left = np.where(weights > 0, shares, 0)
     for point in points:
-        share, weights[point] = float(weights[point] / total), 0.0
-        yield Leaving(int(point), share, weights > 0)
+        left[point] = 0
+        yield Leaving(int(point), float(shares[point]), left)
 
 
 def _edit(

@@ -1,7 +1,8 @@
 """The programs of a stream of removals: one call a point, and one small array back.
 
-All that stays as it is from one removal to the next is on the device already; what a request brings goes
-there in one array. On a CPU the step itself is NumPy's and the certificate alone a program.
+All that stays as it is from one removal to the next is on the device already, and so are the weights; what a
+request brings goes there as a few numbers. On a CPU the step itself is NumPy's and the certificate alone a
+program.
 """
 
 from collections.abc import Iterable
@@ -22,11 +23,11 @@ from ._quick import Gone, make_correction, make_step, step_on_host
 
 
 class Leaving(NamedTuple):
-    """One point to leave out: its position, its share of the anchor's weights, marks of what is left."""
+    """One point to leave out: its position, its share of the anchor's weights, and all shares after it."""
 
     point: int
     share: float
-    kept: np.ndarray
+    left: np.ndarray
 
 
 class Found(NamedTuple):
@@ -61,72 +62,63 @@ class Programs:
         self._run = _compiled(tree, fixed)
         self._dtype, self._ridge = anchor.N.dtype, np.asarray(anchor.problem.ridge)
 
-    def leave_out(
-        self, gone: Gone, state: State, weights: np.ndarray, leaving: Iterable[Leaving]
-    ) -> tuple[Gone, Found]:
-        """Points one after another; `weights` are those after all of them."""
+    def leave_out(self, gone: Gone, state: State, leaving: Iterable[Leaving]) -> tuple[Gone, Found]:
+        """Points one after another."""
         if gone.on_host:
-            return self._left_on_host(gone, state, weights, leaving)
+            return self._left_on_host(gone, state, leaving)
         found: Any = None
-        for point, share, kept in leaving:
-            where, asked = (
-                np.asarray([point, gone.count], np.int32),
-                self._pack(share, weights, kept),
-            )
-            before = (gone.Y, gone.YC, gone.v, gone.force, state.alpha, state.k_alpha, state.drift)
-            Y, YC, v, force, found = self._run.less(where, asked, *before, *self._arrays)
-            gone, state = Gone(Y, YC, v, force, gone.count + 1), found.state
+        for point, share, left in leaving:
+            asked = self._cast([point, gone.count, share, left.sum()])
+            held = (gone.Y, gone.YC, gone.v, gone.force, gone.shares)
+            before = (state.alpha, state.k_alpha, state.drift)
+            *held, found = self._run.less(asked, *held, *before, *self._arrays)
+            Y, YC, v, force, shares = held
+            gone, state = Gone(Y, YC, v, force, shares, gone.count + 1), found.state
+        # On its way while the host does the rest of the request.
+        found.norms.copy_to_host_async()
         return gone, found
 
-    def polish(
-        self, gone: Gone, found: Found, weights: np.ndarray, kept: np.ndarray, scale: float
-    ) -> Found:
+    def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
         """One step on what is left of the residual by the anchor's inverse: one read of `N`, none of `K`.
 
-        `scale` is the sum of sample weights over that at the anchor.
+        `left` are the shares of the anchor's weights that are left.
         """
         if gone.on_host:
-            return self._polished_on_host(gone, found, weights, kept, scale)
-        where, asked = np.asarray(gone.count, np.int32), self._pack(scale, weights, kept)
-        return self._run.polish(
-            where, asked, gone.Y, gone.YC, found.state, found.rho, *self._arrays
-        )
+            return self._polished_on_host(gone, found, left)
+        asked = self._cast([gone.count, left.sum()])
+        held = (gone.Y, gone.YC, gone.shares)
+        return self._run.polish(asked, *held, found.state, found.rho, *self._arrays)
 
     def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
         """The same dual variables with products of their own: no drift, and `ρᵀKρ` itself."""
         return self._run.measure(alpha, self._cast(weights), *self._arrays)
 
     def _left_on_host(
-        self, gone: Gone, state: State, weights: np.ndarray, leaving: Iterable[Leaving]
+        self, gone: Gone, state: State, leaving: Iterable[Leaving]
     ) -> tuple[Gone, Found]:
         alpha, k_alpha, drift = (np.asarray(a) for a in (state.alpha, state.k_alpha, state.drift))
-        for point, share, kept in leaving:
-            numbers = (self._cast(share), self._ridge, self._cast(kept))
+        left = gone.shares
+        for point, share, left in leaving:
+            numbers = (self._cast(share), self._ridge, self._cast(left > 0))
             gone, step = step_on_host(self.anchor, gone, alpha, point, *numbers)
             alpha, k_alpha, drift = alpha + step.delta, k_alpha + step.k_delta, drift + step.drift
-        return gone, self._judged(alpha, k_alpha, drift, weights)
+        return gone, self._judged(alpha, k_alpha, drift, left)
 
-    def _polished_on_host(
-        self, gone: Gone, found: Found, weights: np.ndarray, kept: np.ndarray, scale: float
-    ) -> Found:
+    def _polished_on_host(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
         anchor, state, used = self.anchor, found.state, gone.count * found.rho.shape[1]
         held = (gone.Y[:used], gone.YC[:used], self._cast(1))
-        arrays = (anchor.N, *held, anchor.hess, found.rho, self._cast(kept), anchor.error)
-        plain = [np.asarray(a) for a in (*arrays, self._cast(scale), self._ridge)]
+        arrays = (anchor.N, *held, anchor.hess, found.rho, self._cast(left > 0), anchor.error)
+        plain = [np.asarray(a) for a in (*arrays, self._cast(left.sum()), self._ridge)]
         delta, k_delta, drift = make_correction(np, *plain)
         moved = (np.asarray(state.alpha) + delta, np.asarray(state.k_alpha) + k_delta)
-        return self._judged(*moved, np.asarray(state.drift) + drift, weights)
+        return self._judged(*moved, np.asarray(state.drift) + drift, left)
 
     def _judged(
-        self, alpha: np.ndarray, k_alpha: np.ndarray, drift: Any, weights: np.ndarray
+        self, alpha: np.ndarray, k_alpha: np.ndarray, drift: Any, left: np.ndarray
     ) -> Found:
         state = State(jnp.asarray(alpha), jnp.asarray(k_alpha), np.asarray(drift))
-        rho, norms = self._run.judge(state, self._cast(weights), *self._arrays)
+        rho, norms = self._run.judge(state, self._cast(left / left.sum()), *self._arrays)
         return Found(state, rho, norms)
-
-    def _pack(self, number: float, weights: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """One array, so that there is one way to the device: each has its price, whatever its size."""
-        return np.concatenate([[number], weights, kept], dtype=self._dtype, casting="unsafe")
 
     def _cast(self, value: Any) -> Any:
         return np.asarray(value, self._dtype)
@@ -140,13 +132,13 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
         rest = iter(arrays)
         return jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf[0] for leaf in fixed])
 
-    def less(where: Any, asked: Any, *arrays: Any) -> Any:
-        return _less(anchor_of(arrays[7:]), where, asked, *arrays[:7])
+    def less(asked: Any, *arrays: Any) -> Any:
+        return _less(anchor_of(arrays[8:]), asked, *arrays[:8])
 
     def polish(
-        count: Any, asked: Any, Y: Any, YC: Any, state: State, rho: Any, *arrays: Any
+        asked: Any, Y: Any, YC: Any, shares: Any, state: State, rho: Any, *arrays: Any
     ) -> Any:
-        return _polished(count, asked, Y, YC, state, rho, anchor_of(arrays))
+        return _polished(asked, Y, YC, shares, state, rho, anchor_of(arrays))
 
     def judge(state: State, weights: Any, *arrays: Any) -> Any:
         return _judged(anchor_of(arrays), state, weights)
@@ -156,25 +148,27 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
 
     # The updates of N are written in place; rows that they had keep what they hold. No product of `less` and
     # `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny one gains.
-    quick = jit(less, donate_argnums=(2, 3)).outermost, jit(judge).outermost
+    quick = jit(less, donate_argnums=(1, 2)).outermost, jit(judge).outermost
     return Compiled(quick[0], jit(polish), quick[1], jit(measure))
 
 
 def _less(
     anchor: Anchor,
-    where: Any,
     asked: Any,
     Y: Float[Array, "kc nc"],
     YC: Float[Array, "kc nc"],
     v: Float[Array, "n c"],
     force: Float[Array, ""],
+    shares: Float[Array, " n"],
     alpha: Float[Array, "n c"],
     k_alpha: Float[Array, "n c"],
     drift: Float[AnyArray, ""],
-) -> tuple[Array, Array, Array, Array, Found]:
-    share, weights, kept = _unpacked(asked)
+) -> tuple[Array, Array, Array, Array, Array, Found]:
+    # Positions are whole numbers below 2²⁴, which float32 holds too.
+    (point, count), (share, total) = asked[:2].astype(jnp.int32), asked[2:]
+    shares = jnp.where(jnp.arange(shares.shape[0]) == point, 0, shares)
+    kept, c = (shares > 0).astype(shares.dtype), alpha.shape[1]
     with jax.default_matmul_precision("highest"):
-        (point, count), c = where, alpha.shape[1]
         own = (
             jax.lax.dynamic_slice_in_dim(YC, point * c, c, axis=1) * _inside(Y, count * c)[:, None]
         )
@@ -185,24 +179,20 @@ def _less(
         Y = jax.lax.dynamic_update_slice(Y, _finite(column.T), place)
         YC = jax.lax.dynamic_update_slice(YC, _finite((column @ step.C).T), place)
     state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
-    return Y, YC, step.v, step.force, Found(state, *_judged(anchor, state, weights))
+    found = Found(state, *_judged(anchor, state, shares / total))
+    return Y, YC, step.v, step.force, shares, found
 
 
 def _polished(
-    count: Any, asked: Any, Y: Any, YC: Any, state: State, rho: Any, anchor: Anchor
+    asked: Any, Y: Any, YC: Any, shares: Any, state: State, rho: Any, anchor: Anchor
 ) -> Found:
-    scale, weights, kept = _unpacked(asked)
-    inside = _inside(Y, count * rho.shape[1])
+    count, total = asked
+    inside, kept = _inside(Y, count * rho.shape[1]), (shares > 0).astype(shares.dtype)
     arrays = (Y, YC, inside, anchor.hess, rho, kept, anchor.error)
     with jax.default_matmul_precision("highest"):
-        step = make_correction(jnp, anchor.N, *arrays, scale, anchor.problem.ridge)
+        step = make_correction(jnp, anchor.N, *arrays, total, anchor.problem.ridge)
     after = state.moved(*step)
-    return Found(after, *_judged(anchor, after, weights))
-
-
-def _unpacked(asked: Float[AnyArray, " k"]) -> tuple[Array, Array, Array]:
-    n = (asked.shape[0] - 1) // 2
-    return asked[0], asked[1 : 1 + n], asked[1 + n :]
+    return Found(after, *_judged(anchor, after, shares / total))
 
 
 def _inside(Y: Float[Array, "kc nc"], used: Any) -> Float[Array, " kc"]:

@@ -31,6 +31,7 @@ class Gone:
       CPU they are arrays of the host, written in place.
     - `v`: `Nα` of the anchor's `α` at the points that are left.
     - `force`: squared norm of the forces that `v` holds back at eliminated points.
+    - `shares`: the anchor's weights, which sum to one, of the points that are left.
     - `count`: points eliminated.
     """
 
@@ -38,6 +39,7 @@ class Gone:
     YC: Any
     v: Any
     force: Any
+    shares: Any
     count: int
 
     @property
@@ -61,13 +63,14 @@ def on_host() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def nothing_gone(anchor: Anchor, capacity: int) -> Gone:
+def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     """Room for `capacity` points. On a CPU, memory is taken as it is used."""
     size, c = anchor.N.shape[0], anchor.alpha.shape[1]
     xp: Any = np if on_host() else jnp
     # Two arrays: a program that may overwrite its arguments must not get one of them twice.
     Y, YC = (xp.zeros((capacity * c, size), anchor.N.dtype) for _ in range(2))
-    return Gone(Y, YC, xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype), 0)
+    shares = xp.asarray(shares, anchor.N.dtype)
+    return Gone(Y, YC, xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype), shares, 0)
 
 
 @filter_jit
