@@ -129,6 +129,7 @@ def measure(form, n, c, width, folder):
     ("form", "n", "c", "width"),
     [
         ("dense", 300, 8, 64),
+        ("dense", 5, 1000, 64),
         ("matrix-free", 400, 10, 256),
         ("matrix-free", 1500, 5, 64),
         ("kronecker", 1500, 4, 8),

@@ -138,12 +138,13 @@ def check_indices(name: str, indices: Any) -> np.ndarray:
         )
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: indices must be integers, got dtype {array.dtype}.")
-    unique, counts = np.unique(array, return_counts=True)
-    if unique.size != array.size:
-        again = int(unique[counts > 1][0])
-        raise ValueError(f"{name}: indices must not repeat, {again} comes {counts.max()} times.")
-    if int(unique[-1]) > INT64.max:
-        raise ValueError(f"{name}: indices must be positions, got {int(unique[-1])}.")
+    ordered = np.sort(array)
+    again = ordered[1:][ordered[1:] == ordered[:-1]]
+    if again.size:
+        times = np.count_nonzero(array == again[0])
+        raise ValueError(f"{name}: indices must not repeat, {int(again[0])} comes {times} times.")
+    if int(ordered[-1]) > INT64.max:
+        raise ValueError(f"{name}: indices must be positions, got {int(ordered[-1])}.")
     return array.astype(np.int64)
 
 
