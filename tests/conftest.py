@@ -38,6 +38,7 @@ ON_THE_HOST = (
     "adapters/",
     "apps/",
     "attribution/test_commands.py",
+    "attribution/test_killed.py",
     "dual/test_damaged_states.py",
     "dual/test_saved_states.py",
     "fuzz/",
