@@ -88,6 +88,12 @@ class Bench:
     def data(self):
         return self.x, self.y, self.xq, self.yq
 
+    @property
+    def reported(self):
+        """What rivals need: they choose nothing but their damping, on the very numbers reported."""
+        q = self.scale["queries"]
+        return self.x, self.y, self.xq[:q], self.yq[:q]
+
     def timed(self, label, call):
         start = time.perf_counter()
         try:
@@ -182,24 +188,23 @@ class Bench:
         )
 
     def record(self, name, scores):
-        found = {"choose": self.lds(scores, self.choice), "report": self.lds(scores, self.report)}
-        row = {label: {"lds": m.value, "interval": list(m.interval)} for label, m in found.items()}
-        self.table[name] = row
-        low, high = row["report"]["interval"]
-        print(
-            f"{self.name:9s} {name:72s} choose {row['choose']['lds']:.3f}  report "
-            f"{row['report']['lds']:.4f} [{low:.3f}, {high:.3f}]",
-            flush=True,
-        )
+        m = self.lds(scores, self.report)
+        self.table[name] = {"lds": m.value, "interval": list(m.interval)}
+        low, high = m.interval
+        print(f"{self.name:9s} {name:72s} {m.value:.4f} [{low:.3f}, {high:.3f}]", flush=True)
 
     def compare(self):
         """LDS of run 0 on the choosing part for every setting."""
-        settings = [*SETTINGS, *OTHER_KAPPAS]
-        self.fill(0, [key for setting in settings for key in setting.keys(self.recipe)])
-        for setting in settings:
-            scores = setting.combined(self.kept[:1], self.recipe)
-            self.compared[str(setting)] = self.lds(scores, self.choice).value
-            print(f"[{self.name}] {setting}: {self.compared[str(setting)]:.4f}", flush=True)
+        self.fill(0, [key for setting in SETTINGS for key in setting.keys(self.recipe)])
+        for setting in SETTINGS:
+            self.show(setting)
+
+    def show(self, setting):
+        """LDS of a setting with run 0 on the choosing part."""
+        self.fill(0, setting.keys(self.recipe))
+        scores = setting.combined(self.kept[:1], self.recipe)
+        self.compared[str(setting)] = self.lds(scores, self.choice).value
+        print(f"[{self.name}] {setting}: {self.compared[str(setting)]:.4f}", flush=True)
 
     def ours(self, label, setting, runs):
         """One run, each run alone, and all runs together."""
@@ -219,7 +224,7 @@ class Bench:
     def rivals(self, save):
         """Gradient dot product, influence at the last checkpoint, exact-kernel TRAK."""
         last = pick(self.saved[self.recipe["epochs"]], 0)
-        dot = gradient_dot(apply, last, *self.data)
+        dot = gradient_dot(apply, last, *self.reported)
         self.record("gradient dot product, last checkpoint (1 run)", dot)
         key = REFERENCE.keys(self.recipe)[-1]
         self.fill(0, [key])
@@ -231,7 +236,7 @@ class Bench:
         stacked = jax.jit(jax.vmap(make_train(self.recipe, self.x, self.y)))(keys, indices)
         totals, missing = [0.0] * len(DAMPINGS), 0.0
         for i in range(max(self.scale["trak"])):
-            solved, short = trak_terms(apply, pick(stacked, i), *self.data)
+            solved, short = trak_terms(apply, pick(stacked, i), *self.reported)
             totals, missing = [t + s for t, s in zip(totals, solved, strict=True)], missing + short
             if i + 1 in self.scale["trak"]:
                 self.record_best(
@@ -246,8 +251,8 @@ class Bench:
         label = f", best of {len(tried)} dampings, {best}" if best else ""
         self.record(f"{name}{label}", tried[best])
 
-    def solvers(self, save):
-        """Every method of the literature on one run, each at the damping with its best LDS."""
+    def solvers(self, save, names):
+        """Methods of the literature on one run, each at the damping with its best LDS."""
         epochs = self.recipe["saved"]
         trained = Trained(
             apply,
@@ -255,10 +260,10 @@ class Bench:
             [self.recipe["rate"]] * len(epochs),
             (),
             self.trajectory(0, epochs[-1:], KAPPA).ridge(0),
-            self.data,
+            self.reported,
         )
         # TRAK is in the table already, with more models.
-        found = rival_scores(trained, projections=())
+        found = rival_scores(trained, names=names, projections=())
         for name, tried in itertools.groupby(found, key=lambda each: each[0]):
             self.record_best(f"{name} (1 run)", {setting: scores for _, setting, scores in tried})
             save()
@@ -285,7 +290,7 @@ def choose(benches):
     return max(shares, key=lambda s: shares[s]), shares
 
 
-def measure(benches, record, save, smoke):
+def measure(benches, record, save, args):
     """All parts in the order of their worth; `record["missing"]` shrinks as they are done."""
     parts = {}
     for bench in benches:
@@ -302,7 +307,7 @@ def measure(benches, record, save, smoke):
 
     pick_setting = cache(chosen)
     parts["choice of constants"] = pick_setting
-    if smoke:
+    if args.smoke:
         parts["agreement with the library"] = lambda: [
             benches[0].check_library(s) for s in (REFERENCE, SETTINGS[-1])
         ]
@@ -314,10 +319,14 @@ def measure(benches, record, save, smoke):
         parts[f"{bench.name}: ours, reference, one run"] = lambda b=bench: ours(
             b, "reference", REFERENCE, 1
         )
-    for bench in benches:
+    for bench in benches if args.trak else ():
         parts[f"{bench.name}: rivals"] = partial(bench.rivals, save)
     for bench in benches:
-        parts[f"{bench.name}: solvers of the literature"] = partial(bench.solvers, save)
+        parts[f"{bench.name}: solvers of the literature"] = partial(
+            bench.solvers, save, args.methods
+        )
+    for bench in benches:
+        parts[f"{bench.name}: other κ"] = lambda b=bench: [b.show(s) for s in OTHER_KAPPAS]
     for bench in benches[1:]:
         parts[f"{bench.name}: ours, chosen, all runs"] = lambda b=bench: ours(
             b, "chosen", pick_setting(), 5
@@ -346,6 +355,13 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("attribution-lds.json"))
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
+    parser.add_argument("--methods", nargs="+", help="solvers, e.g. EK-FAC; all by default")
+    parser.add_argument(
+        "--trak",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="rivals with models of their own too",
+    )
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
     data = dfl.datasets.load("mnist-small" if args.smoke else "mnist", data_dir=args.data_dir)
@@ -368,7 +384,7 @@ def main():
         ring(args.limit)
     try:
         with jax.default_matmul_precision("highest"):
-            measure(benches, record, save, args.smoke)
+            measure(benches, record, save, args)
     except OutOfTime:
         print(f"out of time after {args.limit:g} s; missing: {'; '.join(record['missing'])}")
     finally:

@@ -39,13 +39,13 @@ class Setting(NamedTuple):
         return [(e, self.kappa) for e in chosen]
 
     def combined(self, runs, recipe):
-        """Scores of several runs, each `{(epoch, κ): scores}`."""
+        """Scores of several runs, each `{(epoch, κ): scores}`, which stay on the device until here."""
         parts = [kept[key] for kept in runs for key in self.keys(recipe)]
         mean = sum(parts) / len(parts)
         if self.combine == "mean":
-            return mean
+            return np.asarray(mean)
         variance = sum((part - mean) ** 2 for part in parts) / len(parts)
-        return shrunk(mean, variance, INDEPENDENT * len(runs))
+        return shrunk(np.asarray(mean), np.asarray(variance), INDEPENDENT * len(runs))
 
 
 REFERENCE = Setting("sketch", KAPPA, "mean")
@@ -76,7 +76,7 @@ def _scores(B, T, thin, Y, local, ridge):
 
 def _normalised(scores):
     size = jnp.sqrt(jnp.mean(scores**2, axis=1, keepdims=True))
-    values = np.asarray(scores / jnp.where(size > 0, size, 1))
-    if not np.isfinite(values).all():
+    values = scores / jnp.where(size > 0, size, 1)
+    if not jnp.isfinite(values).all():
         raise FloatingPointError("the factorisation failed")
     return values

@@ -85,9 +85,16 @@ def candidates(
     return found
 
 
-def rival_scores(trained: Trained, **options: Any) -> Iterator[tuple[str, str, np.ndarray]]:
-    """`(method, setting, scores)` of each candidate; one that diverges is left out, and said so."""
+def rival_scores(
+    trained: Trained, names: Sequence[str] | None = None, **options: Any
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """`(method, setting, scores)` of each candidate; one that diverges is left out, and said so.
+
+    `names` are the methods that are wanted, all by default.
+    """
     for candidate in candidates(trained, **options):
+        if names is not None and candidate.name not in names:
+            continue
         try:
             yield candidate.name, candidate.setting, candidate.scores()
         except NotConverged as error:
