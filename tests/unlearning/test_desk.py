@@ -163,6 +163,14 @@ def test_a_changed_line_is_refused_with_its_number(fitted, tmp_path, number):
         dfl.unlearning.open(tmp_path, fitted)
 
 
+def test_a_kind_of_request_from_a_later_version_is_refused_by_name(fitted, tmp_path):
+    with dfl.unlearning.open(tmp_path, fitted) as desk:
+        digest, certificate = desk.model_digest, desk.certificate
+        desk._record("swap", [], 0, digest, certificate, "closed form", None, None)
+    with pytest.raises(LedgerError, match=r"'swap' is no request that this version knows"):
+        dfl.unlearning.open(tmp_path, fitted)
+
+
 def test_a_second_writer_is_refused(fitted, tmp_path):
     with dfl.unlearning.open(tmp_path, fitted), pytest.raises(LedgerError, match="another writer"):
         dfl.unlearning.open(tmp_path, fitted)

@@ -32,7 +32,12 @@ def edits_of(kind: str, rows: list[int], arrays: dict[str, np.ndarray]) -> list[
         return [Relabel(rows, arrays["targets"])]
     if kind == "correct":
         return [Replace(rows, arrays["x"], arrays.get("targets"))]
-    return [Add(arrays["x"], arrays["targets"])]
+    if kind == "add":
+        return [Add(arrays["x"], arrays["targets"])]
+    raise LedgerError(
+        f"ledger: {kind!r} is no request that this version knows (remove, relabel, correct, add). "
+        "Was the line written by a later one?"
+    )
 
 
 def write_payload(
