@@ -27,13 +27,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lds_candidates import OTHER_KAPPAS, REFERENCE, SETTINGS, solve_checkpoint
+from lds_candidates import OTHER_KAPPAS, REFERENCE, SETTINGS
 from lds_recipes import RECIPES, apply, make_train, pick, steps_at, train_runs
 
 import dualfluence as dfl
 from dualfluence.apps.bench import Trained, rival_scores
 from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
-from dualfluence.attribution._checkpoint import local_terms
+from dualfluence.attribution._checkpoint import checkpoint_scores
 from dualfluence.attribution._rivals import DAMPINGS, trak_terms
 from dualfluence.attribution._trajectory import _check_data
 
@@ -151,23 +151,27 @@ class Bench:
             kappa=kappa,
         )
 
-    def solve(self, run, epoch, kappas):
-        """`{(epoch, κ): scores}` at one checkpoint."""
-        loss, model = dfl.SoftmaxCrossEntropy(), dfl.linearize(apply, pick(self.saved[epoch], run))
-        d = _check_data(self.trajectory(run, (epoch,), KAPPA), *self.data, loss, "loss")
-        local = local_terms(model, d.x, d.targets, d.xq, d.quantity, loss)
-        ridges = [self.trajectory(run, (epoch,), kappa).ridge(0) for kappa in kappas]
-        found = solve_checkpoint(model, self.x, self.xq, local, ridges)
-        return {(epoch, kappa): scores for kappa, scores in zip(kappas, found, strict=True)}
+    def solve(self, run, epoch, kappa):
+        """Scores at one checkpoint, with root mean square one per query."""
+        one, loss = self.trajectory(run, (epoch,), kappa), dfl.SoftmaxCrossEntropy()
+        d = _check_data(one, *self.data, loss, "loss")
+        options = {"loss": loss, "ridge": one.ridge(0), "method": "outputs", "leverage": False}
+        start = time.perf_counter()
+        scores = checkpoint_scores(one.model(0), d.x, d.targets, d.xq, d.quantity, **options)
+        size = jnp.sqrt(jnp.mean(scores**2, axis=1, keepdims=True))
+        values = scores / jnp.where(size > 0, size, 1)
+        if not jnp.isfinite(values).all():
+            raise FloatingPointError(f"epoch {epoch}, run {run}: the factorisation failed")
+        self.result.setdefault("checkpoint seconds", []).append(
+            round(time.perf_counter() - start, 2)
+        )
+        return values
 
     def fill(self, run, keys):
         """Scores of the checkpoints that are not there yet."""
-        lacking = {}
         for epoch, kappa in keys:
             if (epoch, kappa) not in self.kept[run]:
-                lacking.setdefault(epoch, []).append(kappa)
-        for epoch, kappas in lacking.items():
-            self.kept[run] |= self.solve(run, epoch, kappas)
+                self.kept[run][epoch, kappa] = self.solve(run, epoch, kappa)
 
     @property
     def report(self):

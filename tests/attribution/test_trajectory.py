@@ -8,8 +8,9 @@ import pytest
 
 import cases
 import dualfluence as dfl
-from dualfluence.attribution import Trajectory, attribute_runs
+from dualfluence.attribution import Trajectory, _checkpoint, attribute_runs
 from dualfluence.attribution._trajectory import shrunk
+from dualfluence.kernels._linearized import Linearized
 
 N, Q, C, D = 12, 3, 3, 5
 SIZES = (D, 6, C)
@@ -188,6 +189,25 @@ def test_checkpoints_may_be_loaded_one_by_one():
     lazy = Trajectory(cases.mlp, lambda k: run.checkpoints[k], steps=run.steps, learning_rate=0.1)
     want = run.attribute(*_data(), progress=False).values
     np.testing.assert_array_equal(lazy.attribute(*_data(), progress=False).values, want)
+
+
+@pytest.mark.parametrize("leverage", [False, True])
+def test_queries_in_blocks_have_the_same_scores(monkeypatch, leverage):
+    x, y, xq, yq = _data()
+    many = np.concatenate([np.asarray(xq)] * 3), np.concatenate([np.asarray(yq)] * 3)
+    options = {"method": "outputs", "leverage": leverage, "progress": False}
+    want = _run().attribute(x, y, *many, **options).values
+    sizes, kernel = [], Linearized.kernel
+
+    def counted(self, a, b, **rest):
+        sizes.append(len(a))
+        return kernel(self, a, b, **rest)
+
+    monkeypatch.setattr(_checkpoint, "QUERIES_AT_ONCE", 2)
+    monkeypatch.setattr(Linearized, "kernel", counted)
+    got = _run().attribute(x, y, *many, **options).values
+    assert sizes.count(2) >= len(many[1]) // 2
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
 
 
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path):

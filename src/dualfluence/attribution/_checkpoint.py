@@ -7,7 +7,7 @@ the first-order effect of leaving `i` out, with `g_i` the gradient of the mean l
 into `RᵀKR` one block of rows after the other and is never held.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import equinox as eqx
@@ -29,6 +29,9 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
+
+QUERIES_AT_ONCE = 512
+"""Queries of one block. Doubled, `K_qn` takes twice the memory, and the solves gain little."""
 
 FULL_SHARE = 0.6
 """Share of the memory that `RᵀKR` and its factor may take; beyond, `auto` goes to margins."""
@@ -87,8 +90,8 @@ def checkpoint_scores(
         blocks, cross = _margin_blocks(model, x, xq, local)
         local = Local(local.v[:, :1] * 0 + 1, local.g[:, :1] * 0 + 1, _margin_roots(local))
         # The directions of v and g are in the kernel already; only their sizes are left.
-        return _solve(blocks, cross, local, lam, leverage)
-    return _solve(_row_blocks(model, x), _query_block(model, xq, x), local, lam, leverage)
+        return _solve(blocks, [(0, cross)], local, lam, leverage)
+    return _solve(_row_blocks(model, x, x), _query_blocks(model, xq, x), local, lam, leverage)
 
 
 @filter_jit
@@ -171,17 +174,20 @@ def _margin_blocks(
     return blocks, block((xq, local.v), (x, local.g))
 
 
-def _row_blocks(model: Linearized, x: Array) -> Iterator[tuple[int, Array]]:
-    n, c = model.apply_shape(x)
-    rows = _rows_at_once(n, c, model.dtype)
-    for i in range(0, n, rows):
+def _row_blocks(
+    model: Linearized, xa: Array, x: Array, most: int | None = None
+) -> Iterator[tuple[int, Array]]:
+    """`K` of `xa` and `x` by blocks of rows, with the first row of each."""
+    total, c = model.apply_shape(xa)
+    rows = min(total, most or total, _rows_at_once(x.shape[0], c, model.dtype))
+    for i in range(0, total, rows):
         # The last block starts early instead of being short: one shape, one compilation.
-        start = min(i, n - rows)
-        yield start, model.kernel(x[start : start + rows], x, progress=False)
+        start = min(i, total - rows)
+        yield start, model.kernel(xa[start : start + rows], x, progress=False)
 
 
-def _query_block(model: Linearized, xq: Array, x: Array) -> Array:
-    return model.kernel(xq, x, progress=False)
+def _query_blocks(model: Linearized, xq: Array, x: Array) -> Iterator[tuple[int, Array]]:
+    return _row_blocks(model, xq, x, QUERIES_AT_ONCE)
 
 
 def _rows_at_once(n: int, c: int, dtype: Any) -> int:
@@ -190,7 +196,11 @@ def _rows_at_once(n: int, c: int, dtype: Any) -> int:
 
 
 def _solve(
-    blocks: Iterator[tuple[int, Array]], cross: Array, local: Local, ridge: Array, leverage: bool
+    blocks: Iterable[tuple[int, Array]],
+    cross: Iterable[tuple[int, Array]],
+    local: Local,
+    ridge: Array,
+    leverage: bool,
 ) -> Float[Array, "q n"]:
     n, _, r = local.roots.shape
     B = jnp.zeros((n * r, n * r), local.g.dtype)
@@ -200,12 +210,18 @@ def _solve(
         jax.block_until_ready(T)
     chol = _factor(B, ridge)
     del B
-    thin, Y = _fold_queries(cross, local)
-    V = _solve_both(chol, Y)
-    if not leverage:
-        return _scores(thin, V, T, local.g, ridge)
-    gain = _own_blocks(chol, T)
-    return _scores(thin, V, T, local.g, ridge) + _leverage(V, gain, ridge)
+    gain, parts, done = _own_blocks(chol, T) if leverage else None, [], 0
+    for start, block in cross:
+        end = start + block.shape[0]
+        thin, Y = _fold_queries(block, local.v[start:end], local.roots)
+        V = _solve_both(chol, Y)
+        scores = _scores(thin, V, T, local.g, ridge)
+        if gain is not None:
+            scores = scores + _leverage(V, gain, ridge)
+        # Queries that the block before had too.
+        parts.append(scores[done - start :])
+        done = end
+    return jnp.concatenate(parts)
 
 
 @jit
@@ -239,10 +255,12 @@ _factor = jit(_factor_body, donate_argnums=0)
 
 
 @jit
-def _fold_queries(cross: Float[Array, "q a n b"], local: Local) -> tuple[Array, Array]:
+def _fold_queries(
+    cross: Float[Array, "q a n b"], v: Float[Array, "q a"], roots: Float[Array, "n b r"]
+) -> tuple[Array, Array]:
     """`v_qᵀK_qn`, `(q, n, c)`, and `Rᵀ` times it, `(n·r, q)`."""
-    thin = jnp.einsum("qa,qanb->qnb", local.v, cross, precision=HIGHEST)
-    Y = jnp.einsum("nbr,qnb->nrq", local.roots, thin, precision=HIGHEST)
+    thin = jnp.einsum("qa,qanb->qnb", v, cross, precision=HIGHEST)
+    Y = jnp.einsum("nbr,qnb->nrq", roots, thin, precision=HIGHEST)
     return thin, Y.reshape(-1, cross.shape[0])
 
 
