@@ -21,9 +21,9 @@ demo: $(VENV)/.installed-cli
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Tables of many small cases: structures, edits, attribution, unlearning, bad input.
+# Tables of many small cases: structures, edits, attribution, unlearning, bad input. TESTS="…" takes some of them.
 thorough: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'thorough and not slow'
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'thorough and not slow' $(TESTS)
 
 # Models of every framework that has an adapter; installs Haiku, Keras, PyTorch and scikit-learn.
 frameworks: $(VENV)/.installed-frameworks

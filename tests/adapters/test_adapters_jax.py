@@ -25,7 +25,8 @@ def cross_entropy(logits):
 class NnxNet(nnx.Module):
     def __init__(self, rngs):
         options = {"rngs": rngs, "param_dtype": jnp.float64}
-        self.layers = nnx.List([nnx.Linear(5, 8, **options), nnx.Linear(8, 8, **options)])
+        held = getattr(nnx, "List", list)  # Flax 0.11, the last for JAX 0.6, holds plain lists
+        self.layers = held([nnx.Linear(5, 8, **options), nnx.Linear(8, 8, **options)])
         self.norm = nnx.BatchNorm(8, momentum=0.5, **options)
         self.drop = nnx.Dropout(0.3, rngs=rngs)
         self.head = nnx.Linear(8, 3, **options)

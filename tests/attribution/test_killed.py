@@ -52,12 +52,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(what, pieces, tmp_path):
     want = what(None)
     folder = tmp_path / "pieces"
     code = (
-        "import conftest, sys; "
+        "import sys; sys.path.insert(0, sys.argv[2]); import conftest; "
         f"from attribution.test_killed import {what.__name__}; {what.__name__}(sys.argv[1])"
     )
-    tests = Path(__file__).parents[1]
+    command = [sys.executable, "-c", code, str(folder), str(Path(__file__).parents[1])]
     for part in (0.3, 0.6):
-        process = subprocess.Popen([sys.executable, "-c", code, str(folder)], cwd=tests)
+        process = subprocess.Popen(command)
         end = time.monotonic() + 120
         while len(list(folder.glob("*.npz"))) < part * pieces and time.monotonic() < end:
             assert process.poll() is None
