@@ -97,7 +97,7 @@ class Programs:
         self, gone: Gone, state: State, leaving: Iterable[Leaving]
     ) -> tuple[Gone, Found]:
         alpha, k_alpha, drift = (np.asarray(a) for a in (state.alpha, state.k_alpha, state.drift))
-        left = gone.shares
+        left: Any = None
         for point, share, left in leaving:
             numbers = (self._cast(share), self._ridge, self._cast(left > 0))
             gone, step = step_on_host(self.anchor, gone, alpha, point, *numbers)

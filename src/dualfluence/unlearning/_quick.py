@@ -31,7 +31,8 @@ class Gone:
       CPU they are arrays of the host, written in place.
     - `v`: `Nα` of the anchor's `α` at the points that are left.
     - `force`: squared norm of the forces that `v` holds back at eliminated points.
-    - `shares`: the anchor's weights, which sum to one, of the points that are left.
+    - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
+      requests bring them.
     - `count`: points eliminated.
     """
 
@@ -69,8 +70,8 @@ def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     xp: Any = np if on_host() else jnp
     # Two arrays: a program that may overwrite its arguments must not get one of them twice.
     Y, YC = (xp.zeros((capacity * c, size), anchor.N.dtype) for _ in range(2))
-    shares = xp.asarray(shares, anchor.N.dtype)
-    return Gone(Y, YC, xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype), shares, 0)
+    held = None if on_host() else jnp.asarray(shares, anchor.N.dtype)
+    return Gone(Y, YC, xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype), held, 0)
 
 
 @filter_jit

@@ -92,8 +92,15 @@ def rival_scores(
 
     `names` are the methods that are wanted, all by default.
     """
-    for candidate in candidates(trained, **options):
-        if names is not None and candidate.name not in names:
+    tried = candidates(trained, **options)
+    known = {candidate.name for candidate in tried}
+    unknown = set(names or ()) - known
+    if unknown:
+        raise ValueError(
+            f"methods: {', '.join(sorted(unknown))} not among {', '.join(sorted(known))}."
+        )
+    for candidate in tried:
+        if candidate.name not in (names or known):
             continue
         try:
             yield candidate.name, candidate.setting, candidate.scores()

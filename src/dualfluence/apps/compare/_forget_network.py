@@ -208,10 +208,12 @@ def _by_ours(
 
 
 def _by_read_out(nets: Networks, edited: Update[Fitted], setting: Setting, taken: float) -> Forgot:
-    after = edited.commit()
-    train, first = _timed(lambda: np.asarray(after.predict(nets.x)))
-    test, second = _timed(lambda: np.asarray(after.predict(setting.x_test)))
-    return Forgot(edited.params(), train, test, taken + first + second, {})
+    def read() -> list[np.ndarray]:
+        after = edited.commit()
+        return [np.asarray(after.predict(x)) for x in (nets.x, setting.x_test)]
+
+    (train, test), seconds = _timed(read)
+    return Forgot(edited.params(), train, test, taken + seconds, {})
 
 
 def _in_parameter_space(
