@@ -19,7 +19,7 @@ from .._support.compile import filter_jit, jit
 from .._support.memory import memory_budget, total_memory
 from ..dual._inverse import invert_lower
 from ..dual._quantity import Quantity
-from ..kernels import empirical_kernel
+from ..kernels import empirical_kernel, kernel_rows
 from ..kernels._linearized import Linearized
 from ..losses import AbstractFactor, AbstractLoss, SoftmaxFactor
 from ..models._low_rank import RandomFeatureSource
@@ -91,7 +91,7 @@ def checkpoint_scores(
         local = Local(local.v[:, :1] * 0 + 1, local.g[:, :1] * 0 + 1, _margin_roots(local))
         # The directions of v and g are in the kernel already; only their sizes are left.
         return _solve(blocks, [(0, cross)], local, lam, leverage)
-    return _solve(_row_blocks(model, x, x), _query_blocks(model, xq, x), local, lam, leverage)
+    return _solve(_row_blocks(model, x), _query_blocks(model, xq, x), local, lam, leverage)
 
 
 @filter_jit
@@ -158,36 +158,30 @@ def _margin_blocks(
     model: Linearized, x: Array, xq: Array, local: Local
 ) -> tuple[Iterator[tuple[int, Array]], Array]:
     mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
-    folded = _Folded(model.apply_fn)
-
-    def block(a: Any, b: Any) -> Array:
-        with jax.default_matmul_precision("highest"):
-            return empirical_kernel(
-                folded, model.params, a, b, trainable=mask, progress=False
-            ).value
-
+    folded, train = _Folded(model.apply_fn), (x, local.g)
     rows = _rows_at_once(x.shape[0], 1, local.g.dtype)
-    blocks = (
-        (i, block((x[i : i + rows], local.g[i : i + rows]), (x, local.g)))
-        for i in range(0, x.shape[0], rows)
-    )
-    return blocks, block((xq, local.v), (x, local.g))
+    blocks = kernel_rows(folded, model.params, train, rows, trainable=mask)
+    with jax.default_matmul_precision("highest"):
+        cross = empirical_kernel(
+            folded, model.params, (xq, local.v), train, trainable=mask, progress=False
+        )
+    return blocks, cross.value
 
 
-def _row_blocks(
-    model: Linearized, xa: Array, x: Array, most: int | None = None
-) -> Iterator[tuple[int, Array]]:
-    """`K` of `xa` and `x` by blocks of rows, with the first row of each."""
-    total, c = model.apply_shape(xa)
-    rows = min(total, most or total, _rows_at_once(x.shape[0], c, model.dtype))
-    for i in range(0, total, rows):
-        # The last block starts early instead of being short: one shape, one compilation.
-        start = min(i, total - rows)
-        yield start, model.kernel(xa[start : start + rows], x, progress=False)
+def _row_blocks(model: Linearized, x: Array) -> Iterator[tuple[int, Array]]:
+    """`K` of the training points by blocks of rows, with the first row of each."""
+    n, c = model.apply_shape(x)
+    return model.kernel_rows(x, _rows_at_once(n, c, model.dtype))
 
 
 def _query_blocks(model: Linearized, xq: Array, x: Array) -> Iterator[tuple[int, Array]]:
-    return _row_blocks(model, xq, x, QUERIES_AT_ONCE)
+    """`K` of queries and training points, likewise."""
+    total, c = model.apply_shape(xq)
+    rows = min(total, QUERIES_AT_ONCE, _rows_at_once(x.shape[0], c, model.dtype))
+    for i in range(0, total, rows):
+        # The last block starts early instead of being short: one shape, one compilation.
+        start = min(i, total - rows)
+        yield start, model.kernel(xq[start : start + rows], x, progress=False)
 
 
 def _rows_at_once(n: int, c: int, dtype: Any) -> int:

@@ -1,7 +1,8 @@
 """The exact empirical NTK of any JAX function, in tiles."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -15,6 +16,7 @@ from ._prepare import as_inputs, num_points, prepare
 from ._recipe import Method
 from ._report import KernelReport
 from ._schedule import FeatureStore, choose_tiles
+from ._snapshot import PRECISION
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -127,6 +129,45 @@ def kernel_block(
     f1 = prepared.features(leaves, rest, x1, num_points(x1))
     f2 = prepared.features(leaves, rest, x2, num_points(x2))
     return prepared.tile(f1, f2, traced=False)
+
+
+def kernel_rows(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x: Any,
+    size: int,
+    *,
+    trainable: Any = None,
+    method: Method = "auto",
+    precision: Any = HIGHEST,
+) -> Iterator[tuple[int, Array]]:
+    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`, after the first row of each.
+
+    A ReLU at a rounding's distance from its kink is on in a batch of one size and off in another. Here a
+    point has the same derivatives in its row and in its column, so that the blocks together are symmetric
+    and have no negative eigenvalue beyond rounding. The last block starts early instead of being short.
+    """
+    x, _ = as_inputs(x, None)
+    # Not around a `yield`: it would hold for the caller too.
+    highest = partial(jax.default_matmul_precision, PRECISION)
+    with highest():
+        prepared, leaves, rest = prepare(apply_fn, params, x, trainable, method, precision)
+        prepared.check_apart(leaves, rest, x)
+        n, c, dtype = num_points(x), prepared.recipe.num_outputs, prepared.recipe.dtype
+        budget = tile_budget(size * n * c**2 * np.dtype(dtype).itemsize)
+        tiles = choose_tiles(prepared, n, None, budget=budget, traced=False)
+        store = FeatureStore(prepared, leaves, rest, x, x, tiles, traced=False)
+    rows, columns = min(tiles.shape[0], size), tiles.shape[1]
+    # Features that are made again for every tile are made in batches of one size.
+    tile = (rows, columns if tiles.keep else rows)
+    run = {"tail": (c,), "dtype": dtype, "tile": tile, "progress": False}
+    for i in range(0, n, size):
+        start = min(i, n - size)
+        here = np.arange(start, start + size)
+        with highest():
+            block = fill_kernel(store.block, here, store.index1, **run)
+        yield start, block
+    store.check_finite()
 
 
 def kernel_report(

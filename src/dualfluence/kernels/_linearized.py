@@ -1,7 +1,7 @@
 """A network linearised at θ₀: outputs, Jacobian products and tangent kernel."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
 from .._support.trees import is_floating, tree_norm
 from ._apart import Apart
-from ._empirical import empirical_kernel, kernel_block
+from ._empirical import empirical_kernel, kernel_block, kernel_rows
 from ._params import leaf_name, split_params, statistics
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
@@ -222,6 +222,11 @@ class Linearized(eqx.Module):
                 progress=progress,
                 **options,
             ).value
+
+    def kernel_rows(self, x: Points, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
+        """`J(x) P J(x)ᵀ` by blocks of `size` rows, with the first row of each; one `J` for both sides."""
+        model = self.bound(x)
+        return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
 
     def kernel_block(self, x1: Points, x2: Points) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) P J(x2)ᵀ` in one piece, for use inside other compiled functions."""

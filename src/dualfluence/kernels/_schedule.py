@@ -84,7 +84,10 @@ class FeatureStore:
         self._kept: tuple[Features, Features] | None = None
         if tiles.keep:
             f1 = self._make("x1", x1, self.index1)
-            self._kept = (f1, f1 if self.index2 is None else self._make("x2", x2, self.index2))
+            if self.index2 is None or x2 is x1:
+                self._kept = (f1, f1)
+            else:
+                self._kept = (f1, self._make("x2", x2, self.index2))
 
     def _make(self, name: str, x: Any, index: np.ndarray) -> Features:
         made = self._prepared.features(self._leaves, self._rest, x, self._tiles.chunk)
