@@ -165,7 +165,7 @@ def kernel_rows(
         start = min(i, n - size)
         here = np.arange(start, start + size)
         with highest():
-            block = fill_kernel(store.block, here, store.index1, **run)
+            block: Any = fill_kernel(store.block, here, store.index1, **run)
         yield start, block
     store.check_finite()
 
