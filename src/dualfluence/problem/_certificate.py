@@ -111,8 +111,19 @@ def measure_norms(
     kernel_diagonal: Float[Array, "n c"],
 ) -> Norms:
     """The certificate's parts at `state` from its residual `ρ` and `Kρ`."""
+    return norms_of_square(problem, state, rho, jnp.sum(rho * k_rho), kernel_diagonal)
+
+
+def norms_of_square(
+    problem: Problem,
+    state: State,
+    rho: Float[Array, "n c"],
+    square: Float[Array, ""],
+    kernel_diagonal: Float[Array, "n c"],
+) -> Norms:
+    """The same from `ρᵀKρ`, or from what it is at most."""
     root = jnp.sqrt(jnp.maximum(kernel_diagonal, 0))
-    square = jnp.maximum(jnp.sum(rho * k_rho), 0)
+    square = jnp.maximum(square, 0)
     # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
     # the root.
     size, noise = reach(root, rho), _residual_noise(problem, state, root)
@@ -121,10 +132,11 @@ def measure_norms(
     some = jnp.any((root > 0) & ((rho != 0) | (noise > 0)))
     lost = jnp.where(some, rho.size * _tiny(size), 0)
     own = ROUNDING_FACTOR * problem.eps * size**2 + lost
+    spread = root * noise
     more = own / jnp.maximum(jnp.sqrt(square + own) + jnp.sqrt(square), _tiny(own))
     return Norms(
         gradient=jnp.sqrt(square),
-        rounding=more + ROUNDING_FACTOR * _norm(root * noise),
+        rounding=more + ROUNDING_FACTOR * _norm(spread, jnp.sum(spread)),
         parameters=jnp.sqrt(jnp.maximum(jnp.sum(state.alpha * state.k_alpha), 0)),
     )
 
@@ -132,13 +144,14 @@ def measure_norms(
 def reach(root: Float[Array, "n c"], v: Float[Array, "n c"]) -> Float[Array, ""]:
     """The norm of `√K_jj v_j` that rounding of a sum over `j` is in proportion to."""
     terms = root * jnp.abs(v)
-    return jnp.minimum(jnp.sum(terms), SIGN_FACTOR * _norm(terms))
+    total = jnp.sum(terms)
+    return jnp.minimum(total, SIGN_FACTOR * _norm(terms, total))
 
 
-def _norm(terms: Float[Array, "n c"]) -> Float[Array, ""]:
-    """Of terms that are not negative; scaled, because squares of small ones are zero."""
-    top = jnp.maximum(jnp.max(terms), _tiny(terms))
-    return top * jnp.sqrt(jnp.sum((terms / top) ** 2))
+def _norm(terms: Float[Array, "n c"], total: Float[Array, ""]) -> Float[Array, ""]:
+    """Of terms that are not negative, scaled by their sum, because squares of small ones are zero."""
+    scale = jnp.clip(total, _tiny(terms), jnp.finfo(terms.dtype).max)
+    return scale * jnp.sqrt(jnp.sum((terms / scale) ** 2))
 
 
 def _residual_noise(

@@ -74,7 +74,7 @@ class Anchor(eqx.Module):
     - `op`: `K`.
     - `problem`: the objective; later ones of the stream differ in their weights alone.
     - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric.
-    - `hess`: `W₀` in blocks, with the weights of the anchor.
+    - `hess`, `roots`: `W₀` and `R` of `W₀ = RRᵀ` in blocks, with the weights of the anchor.
     - `alpha`: `α` at the anchor.
     - `kernel_diagonal`: diagonal of `K`.
     - `error`: largest error of a row of `N` over `√K_ii`, in units of rounding.
@@ -85,6 +85,7 @@ class Anchor(eqx.Module):
     problem: Problem
     N: Float[Array, "nc nc"]
     hess: Float[Array, "n c c"]
+    roots: Float[Array, "n c c"]
     alpha: Float[Array, "n c"]
     kernel_diagonal: Float[Array, "n c"]
     error: Float[Array, ""]
@@ -109,11 +110,12 @@ def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
     )
     factor = _factor(problem, fitted.state)
     ridge = jnp.asarray(fitted.ridge, op.dtype)
-    N, hess = _invert(op, factor, ridge)
+    N, hess, roots = _invert(op, factor, ridge)
     error = _measure_error(op, N, hess, ridge, fitted.kernel_diagonal)
     if majorant is None:
         majorant = make_majorant(op)
-    return Anchor(op, problem, N, hess, fitted.state.alpha, fitted.kernel_diagonal, error, majorant)
+    alpha, diagonal = fitted.state.alpha, fitted.kernel_diagonal
+    return Anchor(op, problem, N, hess, roots, alpha, diagonal, error, majorant)
 
 
 def make_majorant(op: AbstractKernelOperator) -> Majorant:
@@ -141,7 +143,7 @@ def _factor(problem: Problem, state: State) -> AbstractFactor:
 @filter_jit
 def _invert(
     op: AbstractKernelOperator, factor: AbstractFactor, ridge: Float[Array, ""]
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     n, c = op.num_points, op.num_outputs
     K, size = op.dense(), n * c
     RK = factor.rmv(K.reshape(n, c, size)).reshape(size, size)
@@ -150,7 +152,7 @@ def _invert(
     T = jax.scipy.linalg.solve_triangular(L, RK, lower=True)
     N = (K - jnp.dot(T.T, T, precision=HIGHEST)) / ridge
     eye = jnp.broadcast_to(jnp.eye(c, dtype=K.dtype), (n, c, c))
-    return N, factor.hess_mv(eye)
+    return N, factor.hess_mv(eye), factor.mv(eye)
 
 
 @filter_jit

@@ -12,23 +12,23 @@ LARGEST = 32
 
 
 def solve_small(A: Float[Array, "c c"], B: Float[Array, "c k"]) -> Float[Array, "c k"]:
-    """`A⁻¹B` by Gauss–Jordan elimination with partial pivoting, written out; by LAPACK if `A` is large."""
+    """`A⁻¹B` for a symmetric positive definite `A` by Gauss–Jordan elimination, written out.
+
+    Such a matrix needs no search for pivots, which would be half of the kernels. By LAPACK if `A` is large.
+    """
     c = A.shape[0]
     if c > LARGEST:
         return jnp.linalg.solve(A, B)
-    M, rows = jnp.concatenate([A, B], axis=1), jnp.arange(c)[:, None]
+    M = jnp.concatenate([A, B], axis=1)
     for k in range(c):
-        M = _eliminated(M, rows, k)
+        M = _eliminated(M, k)
+        # Two unknowns make one kernel. With more, every entry would be computed again too often.
+        M = jax.lax.optimization_barrier(M) if k % 2 else M
     return M[:, c:]
 
 
-def _eliminated(M: Float[Array, "c ck"], rows: Array, k: int) -> Float[Array, "c ck"]:
-    """Column `k` as that of the identity, with the largest entry below as the pivot."""
-    pivot = k + jnp.argmax(jnp.abs(M[k:, k]))
-    chosen = jax.lax.dynamic_index_in_dim(M, pivot, keepdims=True)
-    M = jnp.where(rows == pivot, M[k : k + 1], M)
-    # Where the pivot is in row k, this row is overwritten below.
-    chosen = chosen / chosen[:, k : k + 1]
-    M = jnp.where(rows == k, chosen, M - M[:, k : k + 1] * chosen)
-    # Fused with the next step, every entry would be computed again for each of its uses.
-    return jax.lax.optimization_barrier(M)
+def _eliminated(M: Float[Array, "c ck"], k: int) -> Float[Array, "c ck"]:
+    """Column `k` as that of the identity."""
+    pivot = M[k : k + 1] / M[k, k]
+    here = jnp.arange(M.shape[0])[:, None] == k
+    return jnp.where(here, pivot, M - M[:, k : k + 1] * pivot)

@@ -9,7 +9,8 @@ $$b = \lambda m\,\alpha,\qquad \Delta\alpha_i = -\alpha_i,$$
 
 where the last equation fixes `τ`. The point is then eliminated from the inverse by a symmetric update of rank
 `c`, which is stored and not applied: $N \leftarrow N + YCY^\top$, $Y = N_{\cdot i}$,
-$C = (I - W_iN_{ii})^{-1}W_i$.
+$C = (I - W_iN_{ii})^{-1}W_i = R_i(I - R_i^\top N_{ii}R_i)^{-1}R_i^\top$. The matrix of `τ` has the inverse
+$I + CN_{ii}$.
 """
 
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ class Gone:
     - `force`: squared norm of the forces that `v` holds back at eliminated points.
     - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
       requests bring them.
+    - `place`: `count` where a program reads it; `None` on a CPU.
     - `count`: points eliminated.
     """
 
@@ -41,6 +43,7 @@ class Gone:
     v: Any
     force: Any
     shares: Any
+    place: Any
     count: int
 
     @property
@@ -70,8 +73,10 @@ def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     xp: Any = np if on_host() else jnp
     # Two arrays: a program that may overwrite its arguments must not get one of them twice.
     Y, YC = (xp.zeros((capacity * c, size), anchor.N.dtype) for _ in range(2))
-    held = None if on_host() else jnp.asarray(shares, anchor.N.dtype)
-    return Gone(Y, YC, xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype), held, 0)
+    v, force = xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype)
+    if on_host():
+        return Gone(Y, YC, v, force, None, None, 0)
+    return Gone(Y, YC, v, force, jnp.asarray(shares, anchor.N.dtype), jnp.zeros((), jnp.int32), 0)
 
 
 @filter_jit
@@ -80,23 +85,31 @@ def _product(anchor: Anchor) -> jax.Array:
     return jnp.dot(anchor.N, flat, precision=HIGHEST).reshape(anchor.alpha.shape)
 
 
+class Fixed(NamedTuple):
+    """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is the anchor's own."""
+
+    alpha: Any
+    hess: Any
+    roots: Any
+    diagonal: Any
+    error: Any
+    ridge: Any
+
+    @staticmethod
+    def of(anchor: Anchor) -> "Fixed":
+        a = anchor
+        return Fixed(a.alpha, a.hess, a.roots, a.kernel_diagonal, a.error, a.problem.ridge)
+
+
 def step_on_host(
-    anchor: Anchor,
-    gone: Gone,
-    alpha: np.ndarray,
-    point: int,
-    share: Any,
-    ridge: Any,
-    kept: np.ndarray,
+    anchor: Anchor, gone: Gone, alpha: np.ndarray, point: int, share: Any, kept: np.ndarray
 ) -> tuple[Gone, Step]:
     """Leave out one point of the given share of the weight; `kept` marks the points that are left."""
     c, used = alpha.shape[1], gone.count * alpha.shape[1]
     rows = slice(point * c, (point + 1) * c)
-    N, hess, start = (np.asarray(a) for a in (anchor.N, anchor.hess, anchor.alpha))
-    own = gone.YC[:used, rows]
-    column = (N[rows] + own.T @ gone.Y[:used]).T
-    step = make_step(np, _solve, column, own, start, hess, alpha, gone.v, gone.force, ridge, share,
-                     kept, point, np.asarray(anchor.error))  # fmt: skip
+    fixed, own = Fixed(*map(np.asarray, Fixed.of(anchor))), gone.YC[:used, rows]
+    column = (np.asarray(anchor.N)[rows] + own.T @ gone.Y[:used]).T
+    step = make_step(np, _solve, fixed, column, own, alpha, gone.v, gone.force, share, kept, point)
     gone.Y[used : used + c], gone.YC[used : used + c] = column.T, (column @ step.C).T
     return replace(gone, v=step.v, force=step.force, count=gone.count + 1), step
 
@@ -112,39 +125,41 @@ def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
 def make_step(
     xp: Any,
     solve: Any,
+    fixed: Fixed,
     column: Any,
     own: Any,
-    start: Any,
-    hess: Any,
     alpha: Any,
     v: Any,
     force: Any,
-    ridge: Any,
     share: Any,
     kept: Any,
     i: Any,
-    error: Any,
 ) -> Step:
     """The formulas of this file's head in NumPy or JAX, with a solver for the system of one point.
 
-    `column` is `N[:, i]`, `start` the anchor's `α`.
+    `column` is `N[:, i]`.
     """
-    n, c = start.shape
-    W_i, scale = hess[i], ridge * share
-    system = xp.eye(c, dtype=column.dtype) - W_i @ column.reshape(n, c, c)[i]
-    b, v_b = scale * start * kept[:, None], scale * v
-    right = -ridge * alpha[i] - scale * start[i] + W_i @ v_b[i]
-    solved = solve(system, xp.concatenate([W_i, right[:, None]], axis=1))
-    C, tau = 0.5 * (solved[:, :c] + solved[:, :c].T), solved[:, c]
+    start, ridge = fixed.alpha, fixed.ridge
+    (n, c), W, R, scale = start.shape, fixed.hess[i], fixed.roots[i], ridge * share
+    N_i = column.reshape(n, c, c)[i]
+    C = R @ solve(xp.eye(c, dtype=column.dtype) - R.T @ N_i @ R, R.T)
+    C, v_b = 0.5 * (C + C.T), scale * v
+    right = -ridge * alpha[i] - scale * start[i] + W @ v_b[i]
+    tau = right + C @ (N_i @ right)
     k_delta = v_b + (column @ tau).reshape(n, c)
-    others = (b - (hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
+    b = scale * start * kept[:, None]
+    others = (b - (fixed.hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
     delta = xp.where((xp.arange(n) == i)[:, None], -alpha, others)
+    pushed = C @ (column.T @ (start * kept[:, None]).reshape(-1))
+    # By how much the point's own equation is missed, and what that adds to KΔα.
+    missed = alpha[i] + (scale * start[i] + tau - W @ k_delta[i]) / ridge
+    missed = (xp.sqrt(xp.maximum(fixed.diagonal[i], 0)) * xp.abs(missed)).sum()
     # What the error of N adds: the norm of what it is multiplied with, forces at eliminated points included.
     held = own @ tau
     size = xp.sqrt((b**2).sum() + (tau**2).sum() + (held**2).sum() + scale**2 * force)
-    pushed = C @ (column.T @ (start * kept[:, None]).reshape(-1))
+    drift = fixed.error * size + missed / float(xp.finfo(column.dtype).eps)
     v = v + (column @ (pushed - start[i])).reshape(n, c)
-    return Step(delta, k_delta, error * size, C, v, xp.asarray(force + (pushed**2).sum()))
+    return Step(delta, k_delta, drift, C, v, xp.asarray(force + (pushed**2).sum()))
 
 
 def make_correction(
