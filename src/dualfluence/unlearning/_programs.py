@@ -74,8 +74,6 @@ class Programs:
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
             Y, YC, v, force, shares, place = after
             gone, state = Gone(Y, YC, v, force, shares, place, gone.count + 1), found.state
-        # On its way while the host does the rest of the request.
-        found.norms.copy_to_host_async()
         return gone, found
 
     def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
