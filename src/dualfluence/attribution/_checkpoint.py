@@ -17,11 +17,11 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit, jit
 from .._support.memory import memory_budget, total_memory
-from ..dual._inverse import invert_lower
 from ..dual._quantity import Quantity
+from ..dual._triangular import inverse_transpose, solve_lower
 from ..kernels import empirical_kernel, kernel_rows
 from ..kernels._linearized import Linearized
-from ..losses import AbstractFactor, AbstractLoss, SoftmaxFactor
+from ..losses import AbstractFactor, AbstractLoss
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
 
@@ -112,20 +112,12 @@ def local_terms(
 
 
 def _roots(factor: AbstractFactor, f: Float[Array, "n c"]) -> Float[Array, "n c r"]:
-    """`R` as blocks. That of softmax has rank `c − 1`: a rotation drops its empty column."""
+    """`R` as blocks, without empty columns."""
     n, c = f.shape
+    narrow = factor.narrow()
+    # Rᵀ of every output's unit vector, then turned: R as blocks.
     eye = jnp.broadcast_to(jnp.eye(c, dtype=f.dtype), (n, c, c))
-    blocks = factor.mv(eye)
-    if not isinstance(factor, SoftmaxFactor) or c == 1:
-        return blocks
-    # Householder: H maps √p, the null direction of R, to the last axis; R H then ends in zeros.
-    last = jnp.zeros(c, f.dtype).at[-1].set(1)
-    u = factor.root_probs + last[None, :]
-    u = u / jnp.linalg.norm(u, axis=1, keepdims=True)
-    turned = (
-        blocks - 2 * jnp.einsum("nab,nb->na", blocks, u, precision=HIGHEST)[:, :, None] * u[:, None]
-    )
-    return turned[:, :, :-1]
+    return jnp.transpose(narrow.rmv(eye), (0, 2, 1))
 
 
 def as_margins(local: Local) -> Local:
@@ -260,18 +252,17 @@ def _fold_queries(
 
 @jit
 def _solve_both(chol: Array, Y: Array) -> Array:
-    half = jax.scipy.linalg.solve_triangular(chol, Y, lower=True)
-    return jax.scipy.linalg.solve_triangular(chol, half, lower=True, trans=1)
+    return solve_lower(chol, solve_lower(chol, Y), transpose=True)
 
 
 @jit
 def _own_blocks(chol: Float[Array, "m m"], T: Float[Array, "m n"]) -> Float[Array, "n r"]:
     """`C_{ii}⁻¹ (C T_i)_i`: what the closed form of leave-one-out takes back of each point."""
     n = T.shape[1]
-    half = jax.scipy.linalg.solve_triangular(chol, T, lower=True)
-    X = invert_lower(chol).reshape(-1, n, chol.shape[0] // n)
-    gram = jnp.einsum("mka,mkb->kab", X, X, precision=HIGHEST)
-    at_point = jnp.einsum("mka,mk->ka", X, half, precision=HIGHEST)
+    half = solve_lower(chol, T)
+    X = inverse_transpose(chol).reshape(n, chol.shape[0] // n, -1)
+    gram = jnp.einsum("kam,kbm->kab", X, X, precision=HIGHEST)
+    at_point = jnp.einsum("kam,mk->ka", X, half, precision=HIGHEST)
     return jnp.linalg.solve(gram, at_point[:, :, None])[:, :, 0]
 
 

@@ -9,11 +9,9 @@ from jaxtyping import Array, Float, Int
 
 from .._support.compile import filter_jit
 from ..losses import AbstractFactor
+from ._triangular import inverse_transpose, solve_lower, upper_mm
 
 HIGHEST = jax.lax.Precision.HIGHEST
-
-LEAF = 256
-"""Size at which the inverse of a triangular factor is no longer split."""
 
 
 class AbstractInverse(eqx.Module):
@@ -29,29 +27,47 @@ class AbstractInverse(eqx.Module):
 
     @abc.abstractmethod
     def columns(
-        self, points: Int[Array, " k"], c: int, ridge: Float[Array, " k"]
-    ) -> Float[Array, "m k c"]:
-        """The columns of `X` that belong to these points."""
+        self, points: Int[Array, " k"], r: int, ridge: Float[Array, " k"]
+    ) -> Float[Array, "k r m"]:
+        """The columns of `X` that belong to these points, `r` each, as rows."""
+
+
+class CholeskySolves(AbstractInverse):
+    """`X = L⁻¹` for one ridge, by solves."""
+
+    chol: Float[Array, "m m"]
+
+    def half(self, h: Float[Array, "m k"], ridge: Float[Array, " k"]) -> Float[Array, "m k"]:
+        return solve_lower(self.chol, h)
+
+    def back(self, u: Float[Array, "m k"], ridge: Float[Array, " k"]) -> Float[Array, "m k"]:
+        return solve_lower(self.chol, u, transpose=True)
+
+    def columns(
+        self, points: Int[Array, " k"], r: int, ridge: Float[Array, " k"]
+    ) -> Float[Array, "k r m"]:
+        m, k = self.chol.shape[0], points.size
+        rows = (points[:, None] * r + jnp.arange(r)[None, :]).reshape(-1)
+        units = jnp.zeros((m, k * r), self.chol.dtype).at[rows, jnp.arange(k * r)].set(1)
+        return solve_lower(self.chol, units).T.reshape(k, r, m)
 
 
 class CholeskyInverse(AbstractInverse):
-    """`X = L⁻¹` for one ridge."""
+    """`X = L⁻¹` for one ridge, held as `Xᵀ`."""
 
-    chol: Float[Array, "m m"]
-    inverse_chol: Float[Array, "m m"] | None
+    transposed: Float[Array, "m m"]
 
     def half(self, h: Float[Array, "m k"], ridge: Float[Array, " k"]) -> Float[Array, "m k"]:
-        return jax.scipy.linalg.solve_triangular(self.chol, h, lower=True)
+        return upper_mm(self.transposed, h, transpose=True)
 
     def back(self, u: Float[Array, "m k"], ridge: Float[Array, " k"]) -> Float[Array, "m k"]:
-        return jax.scipy.linalg.solve_triangular(self.chol, u, lower=True, trans=1)
+        return upper_mm(self.transposed, u)
 
     def columns(
-        self, points: Int[Array, " k"], c: int, ridge: Float[Array, " k"]
-    ) -> Float[Array, "m k c"]:
-        assert self.inverse_chol is not None
-        m = self.chol.shape[0]
-        return self.inverse_chol.reshape(m, m // c, c)[:, points]
+        self, points: Int[Array, " k"], r: int, ridge: Float[Array, " k"]
+    ) -> Float[Array, "k r m"]:
+        m = self.transposed.shape[0]
+        return self.transposed.reshape(m // r, r, m)[points]
 
 
 class SpectralInverse(AbstractInverse):
@@ -70,27 +86,30 @@ class SpectralInverse(AbstractInverse):
         return jnp.dot(self.vectors, self._scale(ridge) * u, precision=HIGHEST)
 
     def columns(
-        self, points: Int[Array, " k"], c: int, ridge: Float[Array, " k"]
-    ) -> Float[Array, "m k c"]:
+        self, points: Int[Array, " k"], r: int, ridge: Float[Array, " k"]
+    ) -> Float[Array, "k r m"]:
         m = self.vectors.shape[0]
-        rows = self.vectors.reshape(m // c, c, m)[points]
-        return self._scale(ridge)[:, :, None] * jnp.transpose(rows, (2, 0, 1))
+        return self._scale(ridge).T[:, None, :] * self.vectors.reshape(m // r, r, m)[points]
 
 
 @filter_jit
-def folded(K: Float[Array, "m m"], c: int, factor: AbstractFactor) -> Float[Array, "m m"]:
+def folded(K: Float[Array, "m m"], c: int, factor: AbstractFactor) -> Float[Array, "s s"]:
     """`RᵀKR`."""
     m = K.shape[0]
-    half = factor.rmv(K.reshape(m // c, c, m)).reshape(m, m)
-    return factor.rmv(half.T.reshape(m // c, c, m)).reshape(m, m)
+    half = factor.rmv(K.reshape(m // c, c, m)).reshape(-1, m)
+    size = half.shape[0]
+    return factor.rmv(half.T.reshape(m // c, c, size)).reshape(size, size)
 
 
 def cholesky_inverse(
     K: Float[Array, "m m"], c: int, factor: AbstractFactor, ridge: float, *, whole: bool
-) -> CholeskyInverse:
+) -> AbstractInverse:
     """One factor for one ridge; `whole` inverts it too, which diagonal blocks of `B⁻¹` need."""
-    chol = _cholesky(K, c, factor, jnp.asarray(ridge, K.dtype))
-    return CholeskyInverse(chol, invert_lower(chol) if whole else None)
+    chol = cholesky(K, c, factor, jnp.asarray(ridge, K.dtype))
+    return CholeskyInverse(_inverse_transpose(chol)) if whole else CholeskySolves(chol)
+
+
+_inverse_transpose = filter_jit(inverse_transpose)
 
 
 def spectral_inverse(K: Float[Array, "m m"], c: int, factor: AbstractFactor) -> SpectralInverse:
@@ -99,34 +118,16 @@ def spectral_inverse(K: Float[Array, "m m"], c: int, factor: AbstractFactor) -> 
 
 
 @filter_jit
-def _cholesky(K: Array, c: int, factor: AbstractFactor, ridge: Array) -> Array:
+def cholesky(
+    K: Float[Array, "m m"], c: int, factor: AbstractFactor, ridge: Float[Array, ""]
+) -> Float[Array, "s s"]:
+    """The factor of `B`; above the diagonal it has what was there before."""
     B = folded(K, c, factor)
-    # cho_factor leaves the upper triangle as it was; nothing here reads it.
-    return jax.scipy.linalg.cho_factor(B + ridge * jnp.eye(B.shape[0], dtype=B.dtype), lower=True)[
-        0
-    ]
+    diagonal = jnp.arange(B.shape[0])
+    return jax.scipy.linalg.cho_factor(B.at[diagonal, diagonal].add(ridge), lower=True)[0]
 
 
 @filter_jit
 def _eigh(K: Array, c: int, factor: AbstractFactor) -> tuple[Array, Array]:
     B = folded(K, c, factor)
     return jnp.linalg.eigh(0.5 * (B + B.T))
-
-
-@filter_jit
-def invert_lower(chol: Float[Array, "m m"]) -> Float[Array, "m m"]:
-    r"""`L⁻¹` by halves: `[[A⁻¹, 0], [−D⁻¹ L₂₁ A⁻¹, D⁻¹]]`.
-
-    A third of `m³` operations, as many as the factor itself took; a solve against the identity
-    takes three times that.
-    """
-    m = chol.shape[0]
-    if m <= LEAF:
-        eye = jnp.eye(m, dtype=chol.dtype)
-        return jax.scipy.linalg.solve_triangular(chol, eye, lower=True)
-    h = m // 2
-    A, D, low = chol[:h, :h], chol[h:, h:], chol[h:, :h]
-    right = jax.scipy.linalg.solve_triangular(A, low.T, lower=True, trans=1).T
-    corner = -jax.scipy.linalg.solve_triangular(D, right, lower=True)
-    zero = jnp.zeros((h, m - h), chol.dtype)
-    return jnp.block([[invert_lower(A), zero], [corner, invert_lower(D)]])

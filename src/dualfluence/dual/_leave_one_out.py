@@ -24,7 +24,7 @@ from .._support.compile import filter_jit
 from .._support.memory import total_memory
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import DenseOperator, KroneckerOperator, LowRankOperator
-from ._inverse import AbstractInverse, cholesky_inverse, spectral_inverse
+from ._inverse import AbstractInverse, cholesky, cholesky_inverse, spectral_inverse
 from ._many import SharedInverse, plain, problem_of, reweighted
 from ._model import TrainedModel
 
@@ -102,7 +102,8 @@ class DenseForm(AbstractLeaveOneOut):
         return f"{_factor_words(self.ridges)} of size n·c = {self.op.matrix.shape[0]}"
 
     def parts(self, points: np.ndarray) -> Iterator[Part]:
-        K, c, terms = self.op.matrix, self.op.c, self.terms
+        K, c = self.op.matrix, self.op.c
+        terms = eqx.tree_at(lambda t: t.factor, self.terms, self.terms.factor.narrow())
 
         def make(inverse: AbstractInverse) -> Callable[[Any], Steps]:
             return lambda block: Steps(
@@ -286,9 +287,7 @@ def shared_inverse(fitted: TrainedModel) -> SharedInverse | None:
         return None
     K = op.dense().astype(fitted.state.alpha.dtype)
     factor = problem_of(fitted).factor(fitted.state)
-    return SharedInverse(
-        cholesky_inverse(K, op.num_outputs, factor, fitted.ridge, whole=False).chol
-    )
+    return SharedInverse(cholesky(K, op.num_outputs, factor, jnp.asarray(fitted.ridge, K.dtype)))
 
 
 def _factor_words(ridges: np.ndarray) -> str:
@@ -314,8 +313,10 @@ def _dense_steps(
     """
     n, k, factor = K.shape[0] // c, points.size, terms.factor
     g = terms.loss_grad[points]
-    columns = K.reshape(-1, n, c)[:, points]
-    k_g = jnp.einsum("mkb,kb->mk", columns, g, precision=HIGHEST).reshape(n, c, k)
+    # Rows for columns, which are the same: they lie together. A product and a sum are one pass over
+    # them, where einsum would copy them first.
+    rows = K.reshape(n, c, -1)[points]
+    k_g = jnp.sum(rows * g[:, :, None], axis=1).T.reshape(n, c, k)
     own_row = jnp.zeros((n, c, k), K.dtype).at[points, :, jnp.arange(k)].set(g)
     if first_order:
         b, h = own_row, factor.rmv(k_g)
@@ -326,16 +327,17 @@ def _dense_steps(
         k_pair = jnp.dot(K, pair, precision=HIGHEST).reshape(n, c, 2)
         k_right = k_pair[:, :, :1] + k_pair[:, :, 1:] * ridge[None, None, :]
         b, h = right + own_row, factor.rmv(k_right + k_g)
+    r = h.shape[1]
     half = inverse.half(h.reshape(-1, k), ridge)
     if not first_order:
-        X = inverse.columns(points, c, ridge)
-        gram = jnp.einsum("mka,mkb->kab", X, X, precision=HIGHEST)
-        at_point = jnp.einsum("mka,mk->ka", X, half, precision=HIGHEST)
+        X = inverse.columns(points, r, ridge)
+        gram = jnp.einsum("kam,kbm->kab", X, X, precision=HIGHEST)
+        at_point = jnp.sum(X * half.T[:, None, :], axis=2)
         share = jnp.linalg.solve(gram, at_point[:, :, None])[:, :, 0]
-        half = half - jnp.einsum("mka,ka->mk", X, share, precision=HIGHEST)
-    z = inverse.back(half, ridge).reshape(n, c, k)
+        half = half - jnp.sum(X * share[:, :, None], axis=1).T
+    z = inverse.back(half, ridge).reshape(n, r, k)
     delta = (b - factor.mv(z)) / ridge[None, None, :]
-    own = jnp.einsum("mka,mk->ka", columns, delta.reshape(-1, k), precision=HIGHEST)
+    own = jnp.sum(rows * delta.reshape(-1, k).T[:, None, :], axis=2)
     return delta, own
 
 

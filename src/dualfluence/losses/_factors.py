@@ -34,6 +34,10 @@ class AbstractFactor(eqx.Module):
         """`W v = R Rᵀ v`."""
         return self.mv(self.rmv(v))
 
+    def narrow(self) -> "AbstractFactor":
+        """`R` without columns that are always empty: `rmv` then returns fewer rows per point."""
+        return self
+
     @property
     def min_curvature(self) -> Float[Array, ""]:
         """Smallest eigenvalue met over the largest; below rounding means a loss that is not convex."""
@@ -72,6 +76,37 @@ class SoftmaxFactor(AbstractFactor):
     def hess_diagonal(self) -> Float[Array, "n k"]:
         p = self.root_probs**2
         return self.root_weights**2 * p * (1 - p)
+
+    def narrow(self) -> AbstractFactor:
+        if self.root_probs.shape[1] == 1:
+            return self
+        last = jnp.zeros(self.root_probs.shape[1], self.root_probs.dtype).at[-1].set(1)
+        u = self.root_probs + last[None, :]
+        return NarrowSoftmaxFactor(self, u / jnp.linalg.norm(u, axis=1, keepdims=True))
+
+
+class NarrowSoftmaxFactor(AbstractFactor):
+    """`R` of softmax, of rank `c − 1`, as `c − 1` columns per point.
+
+    The Householder reflection `I − 2uuᵀ` takes `√p`, which `R` maps to zero, to the last axis.
+    """
+
+    full: SoftmaxFactor
+    u: Float[Array, "n c"]
+
+    def mv(self, v: Float[Array, "n r ..."]) -> Float[Array, "n c ..."]:
+        padded = jnp.concatenate([v, jnp.zeros_like(v[:, :1])], axis=1)
+        return self.full.mv(self._reflect(padded))
+
+    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n r ..."]:
+        return self._reflect(self.full.rmv(v))[:, :-1]
+
+    def hess_diagonal(self) -> Float[Array, "n k"]:
+        return self.full.hess_diagonal()
+
+    def _reflect(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        u = _per_point(self.u, v)
+        return v - 2 * u * jnp.sum(u * v, axis=1, keepdims=True)
 
 
 class BlockFactor(AbstractFactor):
