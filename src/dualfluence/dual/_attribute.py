@@ -1,5 +1,6 @@
 """Effects of leaving points or groups out, streamed over queries and points."""
 
+import math
 import os
 import sys
 import tempfile
@@ -240,18 +241,25 @@ def _reader(
 ) -> Callable[[Steps], Iterator[tuple[slice, np.ndarray]]]:
     """From a block of steps to changes of the quantity, one block of queries after the other."""
     source, q, dtype = fitted.source, xq.shape[0], fitted.state.alpha.dtype
+    rows = math.ceil(q / math.ceil(q / rows))  # equal blocks: no last one to compile for
     held: dict[int, Array] = {}
 
-    def cross(i: int) -> Array:
-        if i in held:
-            return held[i]
-        part = xq[i : i + rows]
-        low = source.has_features
-        block = source.features(part) if low else source.block(part, fitted.data.x, False)
-        block = block.astype(dtype)
+    def kernel(where: slice) -> Array:
+        part = xq[where]
+        if source.has_features:
+            return source.features(part)
+        if not first_order:
+            return source.block(part, fitted.data.x, False)
+        v = quantity.grad(outputs[where], quantity.targets[where])
+        return source.along(part, v, fitted.data.x)
+
+    def cross(where: slice) -> Array:
+        if where.start in held:
+            return held[where.start]
+        block = kernel(where).astype(dtype)
         # Kept for the next block of points if the queries are one block, which is the usual case.
         if rows >= q:
-            held[i] = block
+            held[where.start] = block
         return block
 
     def read(steps: Steps) -> Iterator[tuple[slice, np.ndarray]]:
@@ -259,7 +267,7 @@ def _reader(
             where = slice(i, min(i + rows, q))
             f, y = outputs[where], quantity.targets[where]
             read_out = _first_order_change if first_order else _value_change
-            change = np.asarray(read_out(quantity, cross(i), steps.reading, f, y))
+            change = np.asarray(read_out(quantity, cross(where), steps.reading, f, y))
             check_finite("attribute", change, hint=OVERFLOW)
             yield where, change
 
@@ -287,15 +295,11 @@ def _value_change(
 def _first_order_change(
     quantity: Quantity, cross: Array, reading: Array, f: Array, y: Array
 ) -> Float[Array, "q k"]:
-    """`v_qᵀ K_qn Δα`, contracted with `v_q` first: one thin product."""
-    v = quantity.grad(f, y)
-    if cross.ndim == 2:
-        return jnp.einsum("qn,qc,nck->qk", cross, v, reading, precision=HIGHEST)
-    if cross.ndim == 3:
-        thin = jnp.einsum("qc,qcr->qr", v, cross, precision=HIGHEST)
-        return jnp.dot(thin, reading, precision=HIGHEST)
-    thin = jnp.einsum("qa,qanb->qnb", v, cross, precision=HIGHEST)
-    return jnp.einsum("qnb,nbk->qk", thin, reading, precision=HIGHEST)
+    """`v_qᵀ K_qn Δα`; a kernel without features is folded with `v_q` already, `(q, n, c)`."""
+    if reading.ndim == 2:
+        cross = jnp.einsum("qc,qcr->qr", quantity.grad(f, y), cross, precision=HIGHEST)
+    flat = cross.reshape(cross.shape[0], -1)
+    return jnp.dot(flat, reading.reshape(flat.shape[1], -1), precision=HIGHEST)
 
 
 def _query_rows(fitted: TrainedModel, block_size: int | None) -> int:

@@ -42,19 +42,24 @@ def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision:
     $$K_{ia,jb} = \sum_{\text{pairs}}\sum_{s,t} (A_{is}\cdot A_{jt})(G_{ias}\cdot G_{jbt})
     + \sum_{\text{rows}} R_{ia}\cdot R_{jb}$$
 
-    **Returns:** `(n1, c, n2, c)`, or with `traced` its mean over $a = b$, `(n1, n2)`.
+    Each side has outputs of its own, unless `traced`.
+
+    **Returns:** `(n1, c1, n2, c2)`, or with `traced` its mean over $a = b$, `(n1, n2)`.
     """
     terms = [_pair_term(p, q, traced, precision) for p, q in zip(f1.pairs, f2.pairs, strict=True)]
     terms += [_gram(p, q, traced, precision) for p, q in zip(f1.rows, f2.rows, strict=True)]
-    n1, n2 = f1.outputs.shape[0], f2.outputs.shape[0]
-    c = f1.outputs.shape[1]
-    total = terms[0] if terms else jnp.zeros((n1, n2) if traced else (n1, c, n2, c), dtype)
+    shape = _tile_shape(f1.outputs.shape, f2.outputs.shape, traced)
+    total = terms[0] if terms else jnp.zeros(shape, dtype)
     for k, term in enumerate(terms[1:], start=1):
         # Else the compiler may fuse all sums into one and hold every product for it.
         if k % TERMS_AT_ONCE == 0:
             total = jax.lax.optimization_barrier(total)
         total = total + term
     return total
+
+
+def _tile_shape(first: tuple[int, ...], second: tuple[int, ...], traced: bool) -> tuple[int, ...]:
+    return (first[0], second[0]) if traced else (*first[:2], *second[:2])
 
 
 def _gram(r1: Array, r2: Array, traced: bool, precision: Any) -> Array:
@@ -73,8 +78,7 @@ def _left_gram(a1: Array, a2: Array, dtype: Any, precision: Any) -> Array:
 
 
 def _pair_term(p: Pair, q: Pair, traced: bool, precision: Any) -> Array:
-    n1, c, b, s, _ = p.right.shape
-    n2 = q.right.shape[0]
+    b, s = p.right.shape[2:4]
 
     def at(k: Any, u: Any, v: Any) -> Array:
         left = _left_gram(p.left[:, k, u], q.left[:, k, v], p.right.dtype, precision)
@@ -89,5 +93,5 @@ def _pair_term(p: Pair, q: Pair, traced: bool, precision: Any) -> Array:
         k, u, v = i // (s * s), (i // s) % s, i % s
         return total + at(k, u, v)
 
-    shape = (n1, n2) if traced else (n1, c, n2, c)
+    shape = _tile_shape(p.right.shape, q.right.shape, traced)
     return jax.lax.fori_loop(0, b * s * s, step, jnp.zeros(shape, p.right.dtype))

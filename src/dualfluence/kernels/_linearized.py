@@ -18,6 +18,7 @@ from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
 from .._support.trees import is_floating, tree_norm
+from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
 from ._params import leaf_name, split_params, statistics
@@ -227,6 +228,14 @@ class Linearized(eqx.Module):
         """`J(x) P J(x)ᵀ` by blocks of `size` rows, with the first row of each; one `J` for both sides."""
         model = self.bound(x)
         return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
+
+    def kernel_along(
+        self, x1: Points, v: Float[Array, "n1 c"], x2: Points
+    ) -> Float[Array, "n1 n2 c"]:
+        """`v_iᵀ J(x1_i) P J(x2)ᵀ`: the kernel along one direction of outputs for each point of `x1`."""
+        model = self.bound(x1)
+        with jax.default_matmul_precision(PRECISION):
+            return kernel_along(model.apply_fn, model.params, x1, v, x2, trainable=model._mask())
 
     def kernel_block(self, x1: Points, x2: Points) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) P J(x2)ᵀ` in one piece, for use inside other compiled functions."""

@@ -15,6 +15,9 @@ from ._prepare import Prepared, num_points
 SYMMETRIC_TILES = 5
 """Tiles per side that a large symmetric kernel is cut into: 60 % of the square is computed."""
 
+TALL = 3
+"""Quarters of the features' memory for the rows of a tile whose columns' features pass by."""
+
 WORTH_CUTTING = 2048
 """Rows (points times outputs) from which a symmetric kernel is cut to save its lower half."""
 
@@ -52,12 +55,29 @@ def choose_tiles(
     entry = outputs * np.dtype(recipe.dtype).itemsize * copies
     side = max(1, isqrt(half // entry))
     keep = (n1 if symmetric else n1 + columns) * per_point <= half
-    if not keep:
-        side = min(side, half // (2 * per_point))
     rows, cols = min(side, n1), min(side, columns)
+    if not keep and symmetric:
+        rows = min(rows, half // (2 * per_point))
+    elif not keep:
+        # Columns' features are made anew for every tile of rows: tall tiles, and few of them.
+        most = half // per_point
+        rows = max(1, min(n1, TALL * most // 4, half // entry))
+        cols = max(1, min(columns, most - rows, half // (entry * rows)))
     if symmetric and n1 * recipe.num_outputs >= WORTH_CUTTING:
         rows = min(rows, ceil(n1 / SYMMETRIC_TILES))
+    rows, cols = _even(n1, rows), _even(columns, cols)
     return Tiles((rows, rows if symmetric else cols), max(1, half // max(workspace, 1)), keep)
+
+
+def _even(n: int, size: int) -> int:
+    """The smallest tile that cuts `n` into as many pieces: the last is filled up, and that is lost."""
+    return ceil(n / ceil(n / size))
+
+
+def even_parts(n: int, size: int) -> list[slice]:
+    """`n` rows in parts of at most `size`, as equal as they can be."""
+    step = _even(n, size)
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
 class FeatureStore:
@@ -114,13 +134,18 @@ class FeatureStore:
 
     def check_finite(self) -> None:
         """Raise where outputs or derivatives were not finite, naming the points."""
-        for name, index, outputs, finite in self._flags:
-            good = {"outputs": np.isfinite(np.asarray(outputs)).all(1), "derivatives": finite}
-            for what, flags in good.items():
-                bad = np.unique(index[~np.asarray(flags)])
-                if bad.size:
-                    raise NotFinite(
-                        f"empirical kernel: {what} of apply_fn are not finite at {bad.size} points"
-                        f" of {name}: {bad[:8].tolist()}. Check those inputs and the parameters for"
-                        " NaN, infinities and overflow."
-                    )
+        for flags in self._flags:
+            require_finite(*flags)
+
+
+def require_finite(name: str, index: np.ndarray, outputs: Any, finite: Any) -> None:
+    """Raise where outputs or derivatives of these points are not finite, naming the points."""
+    good = {"outputs": np.isfinite(np.asarray(outputs)).all(1), "derivatives": finite}
+    for what, flags in good.items():
+        bad = np.unique(index[~np.asarray(flags)])
+        if bad.size:
+            raise NotFinite(
+                f"empirical kernel: {what} of apply_fn are not finite at {bad.size} points"
+                f" of {name}: {bad[:8].tolist()}. Check those inputs and the parameters for"
+                " NaN, infinities and overflow."
+            )

@@ -68,6 +68,10 @@ class AbstractSource(eqx.Module):
         """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
         self._lacks("block", "It has no kernel entries; fit the network or the kernel itself.")
 
+    def along(self, x1: Any, v: Float[Array, "n1 c"], x2: Any) -> Float[Array, "n1 n2 c"]:
+        """`v_iᵀ K(x1_i, x2)`: the kernel along one direction of outputs for each point of `x1`."""
+        return fold_block(self.block(x1, x2, False), v)
+
     def layout(self, x: Array) -> Layout:
         """Where the rows of a kernel of these points live."""
         return whole(x.shape[0])
@@ -176,6 +180,9 @@ class NetworkSource(AbstractSource):
 
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
         return self.model.kernel(x1, x2, progress=progress)
+
+    def along(self, x1: Any, v: Float[Array, "n1 c"], x2: Any) -> Float[Array, "n1 n2 c"]:
+        return self.model.kernel_along(x1, v, x2)
 
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
         self.model.apply_shape(x)
@@ -418,6 +425,14 @@ def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelO
 def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
     """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
     return block.reshape(block.shape[0] * block.shape[1], -1)
+
+
+@jit
+def fold_block(block: Float[Array, "..."], v: Float[Array, "n1 c"]) -> Float[Array, "n1 n2 c"]:
+    """`v_iᵀ K_ij` of a block, with or without axes for the outputs."""
+    if block.ndim == 2:
+        return block[:, :, None] * v[:, None, :]
+    return jnp.einsum("qa,qanb->qnb", v, block, precision="highest")
 
 
 def take_rows(x: Array, start: int, stop: int) -> Array:

@@ -1,0 +1,75 @@
+r"""The empirical NTK along one direction of outputs per point: `v_iᵀ K_ij`, never the whole of `K`."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._support.compile import jit
+from .._support.memory import tile_budget
+from ._gram import TERMS_AT_ONCE, Features, Pair
+from ._prepare import Prepared, as_inputs, num_points, prepare
+from ._schedule import even_parts, require_finite
+
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def kernel_along(
+    apply_fn: Callable[..., Any],
+    params: Any,
+    x1: Any,
+    v: Array,
+    x2: Any,
+    *,
+    trainable: Any = None,
+    precision: Any = HIGHEST,
+) -> Array:
+    r"""$\sum_a v_{ia} K_{ia,jb}$, at about a `c`-th of the work of the whole kernel.
+
+    Gradients of `x1` are folded with `v` before any product; else as `empirical_kernel`.
+
+    **Returns:** the folded kernel, shape `(n1, n2, c)`.
+    """
+    x1, x2 = as_inputs(x1, x2)
+    prepared, leaves, rest = prepare(apply_fn, params, x1, trainable, "auto", precision)
+    prepared.check_apart(leaves, rest, x1)
+    n1, n2, c = num_points(x1), num_points(x2), prepared.recipe.num_outputs
+    v = jnp.asarray(v, prepared.recipe.dtype)
+    size = np.dtype(prepared.recipe.dtype).itemsize
+    budget = tile_budget(n1 * n2 * c * size)
+    quarter = max(1, budget // 4 // prepared.feature_bytes)
+    chunk = max(1, budget // 2 // max(prepared.workspace_bytes, 1))
+
+    def features(name: str, x: Any, part: slice) -> Features:
+        made = prepared.features(leaves, rest, jax.tree.map(lambda a: a[part], x), chunk)
+        require_finite(name, np.arange(part.start, part.stop), made.outputs, made.finite)
+        return made
+
+    rows = even_parts(n1, quarter)
+    folded = [fold_outputs(features("x1", x1, part), v[part]) for part in rows]
+    first = jax.tree.map(lambda *parts: jnp.concatenate(parts), *folded)
+    del folded
+    entry = n1 * c * size * min(len(prepared.recipe.groups) + 3, TERMS_AT_ONCE + 2)
+    columns = even_parts(n2, min(quarter, max(1, budget // 2 // entry)))
+    tiles = [_tile(prepared, first, features("x2", x2, part)) for part in columns]
+    return jnp.concatenate(tiles, axis=1)
+
+
+def _tile(prepared: Prepared, f1: Features, f2: Features) -> Array:
+    return jax.block_until_ready(prepared.tile(f1, f2, traced=False)[:, 0])
+
+
+@partial(jit, static_argnames="precision")
+def fold_outputs(features: Features, v: Array, precision: Any = HIGHEST) -> Features:
+    """Features of the one output `v·f` of each point."""
+
+    def fold(a: Array) -> Array:
+        return jnp.einsum("nc,nc...->n...", v, a, precision=precision)[:, None]
+
+    pairs = tuple(Pair(pair.left, fold(pair.right)) for pair in features.pairs)
+    rows = tuple(fold(row) for row in features.rows)
+    return Features(pairs, rows, fold(features.outputs), features.finite)
