@@ -78,47 +78,28 @@ class SoftmaxFactor(AbstractFactor):
         return self.root_weights**2 * p * (1 - p)
 
     def narrow(self) -> AbstractFactor:
-        if self.root_probs.shape[1] == 1:
+        c = self.root_probs.shape[1]
+        if c == 1:
             return self
-        last = jnp.zeros(self.root_probs.shape[1], self.root_probs.dtype).at[-1].set(1)
+        # Householder: I − 2uuᵀ takes √p, which R maps to zero, to the last axis.
+        last = jnp.zeros(c, self.root_probs.dtype).at[-1].set(1)
         u = self.root_probs + last[None, :]
-        return NarrowSoftmaxFactor(self, u / jnp.linalg.norm(u, axis=1, keepdims=True))
-
-
-class NarrowSoftmaxFactor(AbstractFactor):
-    """`R` of softmax, of rank `c − 1`, as `c − 1` columns per point.
-
-    The Householder reflection `I − 2uuᵀ` takes `√p`, which `R` maps to zero, to the last axis.
-    """
-
-    full: SoftmaxFactor
-    u: Float[Array, "n c"]
-
-    def mv(self, v: Float[Array, "n r ..."]) -> Float[Array, "n c ..."]:
-        padded = jnp.concatenate([v, jnp.zeros_like(v[:, :1])], axis=1)
-        return self.full.mv(self._reflect(padded))
-
-    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n r ..."]:
-        return self._reflect(self.full.rmv(v))[:, :-1]
-
-    def hess_diagonal(self) -> Float[Array, "n k"]:
-        return self.full.hess_diagonal()
-
-    def _reflect(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
-        u = _per_point(self.u, v)
-        return v - 2 * u * jnp.sum(u * v, axis=1, keepdims=True)
+        u = u / jnp.linalg.norm(u, axis=1, keepdims=True)
+        eye = jnp.eye(c, dtype=u.dtype)
+        turn = eye[None] - 2 * u[:, :, None] * u[:, None, :]
+        return BlockFactor(self.mv(turn[:, :, :-1]), self.min_curvature)
 
 
 class BlockFactor(AbstractFactor):
-    """Dense `c×c` blocks `R_i`, for any convex loss."""
+    """Dense blocks `R_i`, `c×c` for any convex loss, with fewer columns where the rank is known."""
 
-    blocks: Float[Array, "n c c"]
+    blocks: Float[Array, "n c r"]
     curvature: Float[Array, ""]
 
-    def mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+    def mv(self, v: Float[Array, "n r ..."]) -> Float[Array, "n c ..."]:
         return jnp.einsum("nij,nj...->ni...", self.blocks, v, precision="highest")
 
-    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n r ..."]:
         return jnp.einsum("nji,nj...->ni...", self.blocks, v, precision="highest")
 
     def hess_diagonal(self) -> Float[Array, "n k"]:
