@@ -99,7 +99,7 @@ class DenseForm(AbstractLeaveOneOut):
 
     @property
     def describe(self) -> str:
-        return f"{_factor_words(self.ridges)} of size n·c = {self.op.matrix.shape[0]}"
+        return f"{_factor_words(self.ridges)} for n·c = {self.op.matrix.shape[0]}"
 
     def parts(self, points: np.ndarray) -> Iterator[Part]:
         K, c = self.op.matrix, self.op.c
