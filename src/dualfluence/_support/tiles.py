@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import ceil
 from typing import Any, Literal
 
 import jax
@@ -11,6 +12,11 @@ from jaxtyping import Array
 
 from .compile import jit
 from .progress import ProgressFn, Ticker
+
+
+def even_size(n: int, size: int) -> int:
+    """The smallest size that cuts `n` into as many pieces as `size` does: little of the last is padding."""
+    return ceil(n / ceil(n / size))
 
 
 def pad_rows(x: Any, start: int, size: int) -> Array:

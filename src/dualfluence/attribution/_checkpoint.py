@@ -31,7 +31,7 @@ BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
 
 QUERIES_AT_ONCE = 512
-"""Queries of one block. Doubled, `K_qn` takes twice the memory, and the solves gain little."""
+"""Queries of one block. Doubled, `v_qᵀK_qn` takes twice the memory, and the solves gain little."""
 
 FULL_SHARE = 0.6
 """Share of the memory that `RᵀKR` and its factor may take; beyond, `auto` goes to margins."""
@@ -90,8 +90,9 @@ def checkpoint_scores(
         blocks, cross = _margin_blocks(model, x, xq, local)
         local = Local(local.v[:, :1] * 0 + 1, local.g[:, :1] * 0 + 1, _margin_roots(local))
         # The directions of v and g are in the kernel already; only their sizes are left.
-        return _solve(blocks, [(0, cross)], local, lam, leverage)
-    return _solve(_row_blocks(model, x), _query_blocks(model, xq, x), local, lam, leverage)
+        return _solve(blocks, [(0, cross[:, 0])], local, lam, leverage)
+    queries = _query_blocks(model, xq, local.v, x)
+    return _solve(_row_blocks(model, x), queries, local, lam, leverage)
 
 
 @filter_jit
@@ -166,14 +167,17 @@ def _row_blocks(model: Linearized, x: Array) -> Iterator[tuple[int, Array]]:
     return model.kernel_rows(x, _rows_at_once(n, c, model.dtype))
 
 
-def _query_blocks(model: Linearized, xq: Array, x: Array) -> Iterator[tuple[int, Array]]:
-    """`K` of queries and training points, likewise."""
-    total, c = model.apply_shape(xq)
-    rows = min(total, QUERIES_AT_ONCE, _rows_at_once(x.shape[0], c, model.dtype))
+def _query_blocks(
+    model: Linearized, xq: Array, v: Float[Array, "q c"], x: Array
+) -> Iterator[tuple[int, Array]]:
+    """`v_qᵀK_qn`, `(rows, n, c)`, by blocks of queries, with the first query of each."""
+    total = xq.shape[0]
+    rows = min(total, QUERIES_AT_ONCE)
     for i in range(0, total, rows):
         # The last block starts early instead of being short: one shape, one compilation.
         start = min(i, total - rows)
-        yield start, model.kernel(xq[start : start + rows], x, progress=False)
+        here = slice(start, start + rows)
+        yield start, model.kernel_along(xq[here], v[here], x)
 
 
 def _rows_at_once(n: int, c: int, dtype: Any) -> int:
@@ -197,10 +201,9 @@ def _solve(
     chol = _factor(B, ridge)
     del B
     gain, parts, done = _own_blocks(chol, T) if leverage else None, [], 0
-    for start, block in cross:
-        end = start + block.shape[0]
-        thin, Y = _fold_queries(block, local.v[start:end], local.roots)
-        V = _solve_both(chol, Y)
+    for start, thin in cross:
+        end = start + thin.shape[0]
+        V = _solve_both(chol, _fold_queries(thin, local.roots))
         scores = _scores(thin, V, T, local.g, ridge)
         if gain is not None:
             scores = scores + _leverage(V, gain, ridge)
@@ -241,13 +244,10 @@ _factor = jit(_factor_body, donate_argnums=0)
 
 
 @jit
-def _fold_queries(
-    cross: Float[Array, "q a n b"], v: Float[Array, "q a"], roots: Float[Array, "n b r"]
-) -> tuple[Array, Array]:
-    """`v_qᵀK_qn`, `(q, n, c)`, and `Rᵀ` times it, `(n·r, q)`."""
-    thin = jnp.einsum("qa,qanb->qnb", v, cross, precision=HIGHEST)
+def _fold_queries(thin: Float[Array, "q n b"], roots: Float[Array, "n b r"]) -> Float[Array, "m q"]:
+    """`RᵀK_nq v_q`."""
     Y = jnp.einsum("nbr,qnb->nrq", roots, thin, precision=HIGHEST)
-    return thin, Y.reshape(-1, cross.shape[0])
+    return Y.reshape(-1, thin.shape[0])
 
 
 @jit

@@ -1,6 +1,5 @@
 """Effects of leaving points or groups out, streamed over queries and points."""
 
-import math
 import os
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from .._support.compile import filter_jit
 from .._support.memory import memory_budget
 from .._support.points import shown
 from .._support.progress import ProgressFn, Ticker
+from .._support.tiles import even_size
 from ._attribution import Attribution, GroupAttribution
 from ._leave_one_out import Steps, leave_one_out
 from ._many import columns_at_once, reweighted
@@ -241,7 +241,7 @@ def _reader(
 ) -> Callable[[Steps], Iterator[tuple[slice, np.ndarray]]]:
     """From a block of steps to changes of the quantity, one block of queries after the other."""
     source, q, dtype = fitted.source, xq.shape[0], fitted.state.alpha.dtype
-    rows = math.ceil(q / math.ceil(q / rows))  # equal blocks: no last one to compile for
+    rows = even_size(q, rows)  # equal blocks: no last one to compile for
     held: dict[int, Array] = {}
 
     def kernel(where: slice) -> Array:

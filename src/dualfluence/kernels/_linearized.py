@@ -1,6 +1,5 @@
 """A network linearised at θ₀: outputs, Jacobian products and tangent kernel."""
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,6 +16,7 @@ from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
+from .._support.tiles import even_size
 from .._support.trees import is_floating, tree_norm
 from ._along import kernel_along
 from ._apart import Apart
@@ -164,8 +164,7 @@ class Linearized(eqx.Module):
             point = jax.tree.map(lambda a: jax.ShapeDtypeStruct((1, *a.shape[1:]), a.dtype), x)
             each = largest_activation(lambda v: self.apply_fn(self.params, v), point)
             size = min(MAX_BATCH, max(1, BATCH_BYTES // each))
-        n = count_points(x)
-        return math.ceil(n / math.ceil(n / size))
+        return even_size(count_points(x), size)
 
     def __call__(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""

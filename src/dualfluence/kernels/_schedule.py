@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._support.checks import NotFinite
+from .._support.tiles import even_size
 from ._gram import TERMS_AT_ONCE, Features
 from ._prepare import Prepared, num_points
 
@@ -65,18 +66,13 @@ def choose_tiles(
         cols = max(1, min(columns, most - rows, half // (entry * rows)))
     if symmetric and n1 * recipe.num_outputs >= WORTH_CUTTING:
         rows = min(rows, ceil(n1 / SYMMETRIC_TILES))
-    rows, cols = _even(n1, rows), _even(columns, cols)
+    rows, cols = even_size(n1, rows), even_size(columns, cols)
     return Tiles((rows, rows if symmetric else cols), max(1, half // max(workspace, 1)), keep)
-
-
-def _even(n: int, size: int) -> int:
-    """The smallest tile that cuts `n` into as many pieces: the last is filled up, and that is lost."""
-    return ceil(n / ceil(n / size))
 
 
 def even_parts(n: int, size: int) -> list[slice]:
     """`n` rows in parts of at most `size`, as equal as they can be."""
-    step = _even(n, size)
+    step = even_size(n, size)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 

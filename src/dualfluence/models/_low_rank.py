@@ -17,7 +17,8 @@ from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator
 from ._checks import check_network
-from ._sources import AbstractSource, as_source, pull_back, take_rows
+from ._programs import pull_back
+from ._sources import AbstractSource, as_source, take_rows
 
 HIGHEST = jax.lax.Precision.HIGHEST
 

@@ -10,10 +10,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, PyTree, Shaped
+from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import as_jax, check_finite, check_range
-from .._support.compile import filter_jit, jit
+from .._support.compile import jit
 from .._support.points import Form, count_points, form_of
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized, as_network
@@ -27,6 +27,17 @@ from ..operators import (
 )
 from ..operators._layout import Layout, whole
 from ._kernel import is_symmetric
+from ._programs import (
+    base_outputs,
+    cross_mv,
+    held_moved_params,
+    held_pull_back,
+    make_jacobian,
+    moved,
+    moved_params,
+    pull_back,
+    push,
+)
 
 
 class AbstractSource(eqx.Module):
@@ -127,7 +138,7 @@ class AbstractSource(eqx.Module):
         """`params + J(x)ᵀ(v − since)`, frozen leaves as they are, as `θ` for the user."""
         assert self.network is not None
         step = self.pull_back(x, v if since is None else v - since)
-        return _moved(self.network, params, step)
+        return moved(self.network, params, step)
 
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
@@ -186,7 +197,7 @@ class NetworkSource(AbstractSource):
 
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
         self.model.apply_shape(x)
-        return _base_outputs(self.model, x)
+        return base_outputs(self.model, x)
 
     def operator(
         self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
@@ -199,7 +210,7 @@ class NetworkSource(AbstractSource):
     def cross_mv(
         self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
     ) -> Float[Array, "q c"]:
-        return _cross_mv(self.model, xq, x, v)
+        return cross_mv(self.model, xq, x, v)
 
     def with_jacobian(self, x: Array) -> "JacobianSource":
         return JacobianSource(self.model, make_jacobian(self.model, x))
@@ -227,17 +238,17 @@ class JacobianSource(NetworkSource):
         return self.with_jacobian(stand_ins)
 
     def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
-        return _held_pull_back(self.model, self.jacobian, x, v)
+        return held_pull_back(self.model, self.jacobian, x, v)
 
     def moved_params(
         self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
     ) -> PyTree:
-        return _held_moved_params(self.model, self.jacobian, params, x, v, since)
+        return held_moved_params(self.model, self.jacobian, params, x, v, since)
 
     def cross_mv(
         self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
     ) -> Float[Array, "q c"]:
-        return _push(self.model, xq, self.pull_back(x, v))
+        return push(self.model, xq, self.pull_back(x, v))
 
 
 class KernelSource(AbstractSource):
@@ -438,67 +449,3 @@ def fold_block(block: Float[Array, "..."], v: Float[Array, "n1 c"]) -> Float[Arr
 def take_rows(x: Array, start: int, stop: int) -> Array:
     """`x[start:stop]`, cut on the host: on the device every place would be a program of its own."""
     return jax.device_put(np.asarray(x)[start:stop])
-
-
-@filter_jit
-def _base_outputs(model: Linearized, x: Shaped[Array, "n ..."]) -> Array:
-    return model.base_outputs(x)
-
-
-@filter_jit
-def _cross_mv(model: Linearized, xq: Array, x: Array, v: Array) -> Array:
-    return model.jvp(xq, model.vjp(x, v))
-
-
-@filter_jit
-def make_jacobian(model: Linearized, x: Array) -> PyTree:
-    """`J(x)`, compiled."""
-    return model.jacobian(x)
-
-
-@filter_jit
-def _push(model: Linearized, xq: Array, tangent: PyTree) -> Array:
-    return model.jvp(xq, tangent)
-
-
-def _times_jacobian(model: Linearized, J: PyTree, x: Array, v: Array) -> PyTree:
-    n = jax.tree.leaves(J)[0].shape[0]
-    flat = v[:n].astype(model.dtype).reshape(-1)
-
-    def leaf(part: Array) -> Array:
-        rows = part.reshape(flat.size, -1)
-        return jnp.dot(flat, rows, precision="highest").reshape(part.shape[2:])
-
-    step = jax.tree.map(leaf, J)
-    if x.shape[0] == n:
-        return step
-    return jax.tree.map(jnp.add, step, model.vjp(x[n:], v[n:]))
-
-
-_held_pull_back = filter_jit(_times_jacobian)
-
-
-@filter_jit
-def _held_moved_params(
-    model: Linearized, J: PyTree, params: PyTree, x: Array, v: Array, since: Array | None
-) -> PyTree:
-    return _moved(model, params, _times_jacobian(model, J, x, v if since is None else v - since))
-
-
-@filter_jit
-def pull_back(model: Linearized, x: Array, v: Array) -> PyTree:
-    """`J(x)ᵀ v`, compiled once per shape."""
-    return model.vjp(x, v)
-
-
-@filter_jit
-def moved_params(
-    model: Linearized, params: PyTree, x: Array, v: Array, since: Array | None
-) -> PyTree:
-    """`θ + J(x)ᵀ(v − since)` in one compiled program; leaves that are not trainable stay."""
-    return _moved(model, params, model.vjp(x, v if since is None else v - since))
-
-
-def _moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
-    theta, frozen = model.split(params)
-    return model.leave(eqx.combine(jax.tree.map(jnp.add, theta, step), frozen))

@@ -10,7 +10,7 @@ The rule is a function of the requests alone, never of clocks, so that a replay 
   `REFRESH_AFTER` of them have come, and the next one makes a new inverse.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._objective import State
 from ._anchor import Anchor, can_anchor, make_anchor
-from ._programs import Found, Leaving, Programs
+from ._programs import Found, Programs
 from ._quick import Gone, nothing_gone
 
 MAX_BATCH = 16
@@ -100,8 +100,8 @@ class Engine:
         assert programs is not None
         assert shares is not None
         fitted = work.fitted
-        leaving = _leaving(shares, fitted.data.sample_weights, points)
-        after, found = programs.leave_out(gone, fitted.state, leaving)
+        weights = fitted.data.sample_weights
+        after, found = programs.leave_out(gone, fitted.state, points, shares, weights)
         if work is self.work:
             # The call wrote into its arguments: what was is in what came back.
             self.work = work._replace(gone=replace(gone, Y=after.Y, YC=after.YC))
@@ -172,14 +172,6 @@ def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
 
 def _without_inverse(fitted: Fitted, edits: int, how: str) -> Work:
     return Work(fitted, None, None, None, None, edits, how)
-
-
-def _leaving(shares: np.ndarray, weights: np.ndarray, points: np.ndarray) -> Iterator[Leaving]:
-    """The points one after another, from these sample weights on."""
-    left = np.where(weights > 0, shares, 0)
-    for point in points:
-        left[point] = 0
-        yield Leaving(int(point), float(shares[point]), left)
 
 
 def _edit(

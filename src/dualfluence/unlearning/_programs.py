@@ -5,7 +5,6 @@ Everything is on the device already, the number of every point included: on one 
 program.
 """
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,14 +19,6 @@ from ..problem._objective import AnyArray, Problem, State
 from ._anchor import Anchor
 from ._elimination import solve_small
 from ._quick import Fixed, Gone, make_correction, make_step, step_on_host
-
-
-class Leaving(NamedTuple):
-    """One point to leave out: its position, its share of the anchor's weights, and all shares after it."""
-
-    point: int
-    share: float
-    left: np.ndarray
 
 
 class Found(NamedTuple):
@@ -62,13 +53,20 @@ class Programs:
         self._run = _compiled(tree, fixed)
         self._dtype, self._ridge = anchor.N.dtype, np.asarray(anchor.problem.ridge)
 
-    def leave_out(self, gone: Gone, state: State, leaving: Iterable[Leaving]) -> tuple[Gone, Found]:
-        """Points one after another."""
+    def leave_out(
+        self,
+        gone: Gone,
+        state: State,
+        points: np.ndarray,
+        shares: np.ndarray,
+        weights: np.ndarray,
+    ) -> tuple[Gone, Found]:
+        """Points one after another. `shares` are all of the anchor's, `weights` the samples' until now."""
         if gone.on_host:
-            return self._left_on_host(gone, state, leaving)
+            return self._left_on_host(gone, state, points, shares, weights)
         found: Any = None
         names = _names(gone.shares.shape[0])
-        for point, _, _ in leaving:
+        for point in points.tolist():
             held = (gone.Y, gone.YC, gone.v, gone.force, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
@@ -91,12 +89,18 @@ class Programs:
         return self._run.measure(alpha, self._cast(weights), *self._arrays)
 
     def _left_on_host(
-        self, gone: Gone, state: State, leaving: Iterable[Leaving]
+        self,
+        gone: Gone,
+        state: State,
+        points: np.ndarray,
+        shares: np.ndarray,
+        weights: np.ndarray,
     ) -> tuple[Gone, Found]:
         alpha, k_alpha, drift = (np.asarray(a) for a in (state.alpha, state.k_alpha, state.drift))
-        left: Any = None
-        for point, share, left in leaving:
-            numbers = (self._cast(share), self._cast(left > 0))
+        left = np.where(weights > 0, shares, 0)
+        for point in points.tolist():
+            left[point] = 0
+            numbers = (self._cast(shares[point]), self._cast(left > 0))
             gone, step = step_on_host(self.anchor, gone, alpha, point, *numbers)
             alpha, k_alpha, drift = alpha + step.delta, k_alpha + step.k_delta, drift + step.drift
         return gone, self._judged(alpha, k_alpha, drift, left)
