@@ -9,14 +9,9 @@ with and without the ledger's fsync. After the stream the state is compared with
 
 import argparse
 import json
-import os
 import tempfile
 import time
 from pathlib import Path
-
-# Threads that wait for each other in products this small cost more than they bring as soon as anything
-# else runs. `edit` does not use them.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import numpy as np

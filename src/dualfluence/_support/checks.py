@@ -136,16 +136,21 @@ def check_indices(name: str, indices: Any) -> np.ndarray:
         raise TypeError(
             f"{name}: indices must be integers, got a boolean mask. Use np.flatnonzero(mask)."
         )
-    if not jnp.issubdtype(array.dtype, jnp.integer):
+    if array.dtype.kind not in "iu" and not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(f"{name}: indices must be integers, got dtype {array.dtype}.")
-    ordered = np.sort(array)
+    if array.size > 1:
+        _check_distinct(name, array)
+    if array.dtype.kind == "u" and int(array.max()) > INT64.max:
+        raise ValueError(f"{name}: indices must be positions, got {int(array.max())}.")
+    return array.astype(np.int64)
+
+
+def _check_distinct(name: str, indices: np.ndarray) -> None:
+    ordered = np.sort(indices)
     again = ordered[1:][ordered[1:] == ordered[:-1]]
     if again.size:
-        times = np.count_nonzero(array == again[0])
+        times = np.count_nonzero(indices == again[0])
         raise ValueError(f"{name}: indices must not repeat, {int(again[0])} comes {times} times.")
-    if int(ordered[-1]) > INT64.max:
-        raise ValueError(f"{name}: indices must be positions, got {int(ordered[-1])}.")
-    return array.astype(np.int64)
 
 
 def check_range(name: str, indices: np.ndarray, num_points: int) -> None:

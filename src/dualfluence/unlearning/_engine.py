@@ -71,17 +71,20 @@ class Engine:
 
     def propose(self, edits: Sequence[AbstractEdit], until: float | None = None) -> Work:
         """The state after the edits; nothing changes until it is accepted."""
-        data = apply_edits(list(edits), self.fitted.data, self.fitted.loss, self.fitted.num_outputs)
         points, work = _removed(edits), self.work
-        if points is None or points.size > MAX_BATCH:
+        if points is None or len(points) > MAX_BATCH:
             return self._edited(edits, until)
         if work.anchor is None:
             if work.edits < REFRESH_AFTER or not can_anchor(work.fitted):
                 return self._edited(edits, until)
+            self._applied(edits)  # what cannot be done is refused before a factorisation
             work = anchored(work.fitted)
-        elif work.gone is not None and work.gone.count + points.size > MAX_GONE:
+        elif work.gone is not None and work.gone.count + len(points) > MAX_GONE:
+            self._applied(edits)
             work = anchored(work.fitted, work.anchor)
-        return self._left_out(work, points, data, until)
+        elif not all(0 <= point < work.fitted.data.num_points for point in points):
+            self._applied(edits)  # raises
+        return self._left_out(work, points, edits, until)
 
     def retrained(self) -> Work:
         """The model trained from scratch on what is left; the inverse is made anew by the rule."""
@@ -92,21 +95,30 @@ class Engine:
         """Make a proposal the state."""
         self.work = work
 
+    def _applied(self, edits: Sequence[AbstractEdit]) -> TrainingSet:
+        """The training set after the edits, which are checked."""
+        fitted = self.fitted
+        return apply_edits(list(edits), fitted.data, fitted.loss, fitted.num_outputs)
+
     def _left_out(
-        self, work: Work, points: np.ndarray, data: TrainingSet, until: float | None
+        self, work: Work, points: list[int], edits: Sequence[AbstractEdit], until: float | None
     ) -> Work:
         gone, programs, shares = work.gone, work.programs, work.shares
         assert gone is not None
         assert programs is not None
         assert shares is not None
         fitted = work.fitted
+        data = self._applied(edits) if gone.on_host else None
         weights = fitted.data.sample_weights
         after, found = programs.leave_out(gone, fitted.state, points, shares, weights)
         if work is self.work:
-            # The call wrote into its arguments: what was is in what came back.
-            self.work = work._replace(gone=replace(gone, Y=after.Y, YC=after.YC))
-        certificate = found.certificate(fitted.ridge)
+            # The call wrote into its first argument: what was is in what came back.
+            self.work = work._replace(gone=replace(gone, Y=after.Y))
+        if data is None:
+            # While the device is at work. If the edits are refused here, nothing has happened.
+            data = self._applied(edits)
         work = work._replace(gone=after)
+        certificate = found.certificate(fitted.ridge)
         limit = self._limit(certificate, until)
         if certificate.distance_bound <= limit:
             return _settled(work, data, found.state, certificate, "closed form")
@@ -200,9 +212,8 @@ def _settled(
     return work._replace(fitted=model, how=how)
 
 
-def _removed(edits: Sequence[AbstractEdit]) -> np.ndarray | None:
+def _removed(edits: Sequence[AbstractEdit]) -> list[int] | None:
     """Positions, if the request only removes."""
-    if not all(isinstance(edit, Remove) for edit in edits):
+    if not edits or not all(isinstance(edit, Remove) for edit in edits):
         return None
-    parts = [edit.indices for edit in edits if isinstance(edit, Remove)]
-    return np.concatenate(parts) if parts else None
+    return [point for edit in edits if isinstance(edit, Remove) for point in edit.indices.tolist()]

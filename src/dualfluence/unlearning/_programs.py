@@ -57,7 +57,7 @@ class Programs:
         self,
         gone: Gone,
         state: State,
-        points: np.ndarray,
+        points: list[int],
         shares: np.ndarray,
         weights: np.ndarray,
     ) -> tuple[Gone, Found]:
@@ -66,12 +66,11 @@ class Programs:
             return self._left_on_host(gone, state, points, shares, weights)
         found: Any = None
         names = _names(gone.shares.shape[0])
-        for point in points.tolist():
-            held = (gone.Y, gone.YC, gone.v, gone.force, gone.shares, gone.place)
+        for point in points:
+            held = (gone.Y, gone.C, gone.v, gone.force, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
-            Y, YC, v, force, shares, place = after
-            gone, state = Gone(Y, YC, v, force, shares, place, gone.count + 1), found.state
+            gone, state = Gone(*after, count=gone.count + 1), found.state
         return gone, found
 
     def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
@@ -81,7 +80,7 @@ class Programs:
         """
         if gone.on_host:
             return self._polished_on_host(gone, found, left)
-        held = (gone.Y, gone.YC, gone.shares, gone.place)
+        held = (gone.Y, gone.C, gone.shares)
         return self._run.polish(*held, found.state, found.rho, *self._arrays)
 
     def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
@@ -92,13 +91,13 @@ class Programs:
         self,
         gone: Gone,
         state: State,
-        points: np.ndarray,
+        points: list[int],
         shares: np.ndarray,
         weights: np.ndarray,
     ) -> tuple[Gone, Found]:
         alpha, k_alpha, drift = (np.asarray(a) for a in (state.alpha, state.k_alpha, state.drift))
         left = np.where(weights > 0, shares, 0)
-        for point in points.tolist():
+        for point in points:
             left[point] = 0
             numbers = (self._cast(shares[point]), self._cast(left > 0))
             gone, step = step_on_host(self.anchor, gone, alpha, point, *numbers)
@@ -107,7 +106,7 @@ class Programs:
 
     def _polished_on_host(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
         anchor, state, used = self.anchor, found.state, gone.count * found.rho.shape[1]
-        held = (gone.Y[:used], gone.YC[:used], self._cast(1))
+        held = (gone.Y[:used], gone.C[: gone.count])
         arrays = (anchor.N, *held, anchor.hess, found.rho, self._cast(left > 0), anchor.error)
         plain = [np.asarray(a) for a in (*arrays, self._cast(left.sum()), self._ridge)]
         delta, k_delta, drift = make_correction(np, *plain)
@@ -136,10 +135,8 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
     def less(point: Any, *arrays: Any) -> Any:
         return _less(anchor_of(arrays[9:]), point, *arrays[:9])
 
-    def polish(
-        Y: Any, YC: Any, shares: Any, place: Any, state: State, rho: Any, *arrays: Any
-    ) -> Any:
-        return _polished(Y, YC, shares, place, state, rho, anchor_of(arrays))
+    def polish(Y: Any, C: Any, shares: Any, state: State, rho: Any, *arrays: Any) -> Any:
+        return _polished(Y, C, shares, state, rho, anchor_of(arrays))
 
     def judge(state: State, weights: Any, *arrays: Any) -> Any:
         return _judged(anchor_of(arrays), state, weights)
@@ -149,7 +146,7 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
 
     # The updates of N are written in place; rows that they had keep what they hold. No product of `less` and
     # `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny one gains.
-    quick = jit(less, donate_argnums=(1, 2)).outermost, jit(judge).outermost
+    quick = jit(less, donate_argnums=1).outermost, jit(judge).outermost
     return Compiled(quick[0], jit(polish), quick[1], jit(measure))
 
 
@@ -163,7 +160,7 @@ def _less(
     anchor: Anchor,
     point: Int[Array, ""],
     Y: Float[Array, "kc nc"],
-    YC: Float[Array, "kc nc"],
+    C: Float[Array, "k c c"],
     v: Float[Array, "n c"],
     force: Float[Array, ""],
     shares: Float[Array, " n"],
@@ -176,36 +173,28 @@ def _less(
     shares = jnp.where(jnp.arange(shares.shape[0]) == point, 0, shares)
     kept, fixed = (shares > 0).astype(shares.dtype), Fixed.of(anchor)
     with jax.default_matmul_precision("highest"):
-        own = jax.lax.dynamic_slice_in_dim(YC, point * c, c, axis=1)
-        own = own * _inside(Y, place * c)[:, None]
+        own = jax.lax.dynamic_slice_in_dim(Y, point * c, c, axis=1).reshape(C.shape)
+        own = jnp.sum(C[:, :, :, None] * own[:, None], axis=2).reshape(-1, c)
         column = (jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c) + own.T @ Y).T
         given = (alpha, v, force, share, kept, point)
         step = make_step(jnp, solve_small, fixed, column, own, *given)
-        at = (place * c, jnp.zeros_like(place))
-        Y = jax.lax.dynamic_update_slice(Y, _finite(column.T), at)
-        YC = jax.lax.dynamic_update_slice(YC, _finite((column @ step.C).T), at)
+    Y = jax.lax.dynamic_update_slice_in_dim(Y, _finite(column.T), place * c, axis=0)
+    C = jax.lax.dynamic_update_slice_in_dim(C, _finite(step.C)[None], place, axis=0)
     state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
     found = Found(state, *_judged(anchor, state, shares / jnp.sum(shares)))
-    return Y, YC, step.v, step.force, shares, place + 1, found
+    return Y, C, step.v, step.force, shares, place + 1, found
 
 
-def _polished(
-    Y: Any, YC: Any, shares: Any, place: Any, state: State, rho: Any, anchor: Anchor
-) -> Found:
-    total, inside = jnp.sum(shares), _inside(Y, place * rho.shape[1])
-    kept = (shares > 0).astype(shares.dtype)
-    arrays = (Y, YC, inside, anchor.hess, rho, kept, anchor.error)
+def _polished(Y: Any, C: Any, shares: Any, state: State, rho: Any, anchor: Anchor) -> Found:
+    total, kept = jnp.sum(shares), (shares > 0).astype(shares.dtype)
+    arrays = (Y, C, anchor.hess, rho, kept, anchor.error)
     with jax.default_matmul_precision("highest"):
         step = make_correction(jnp, anchor.N, *arrays, total, anchor.problem.ridge)
     after = state.moved(*step)
     return Found(after, *_judged(anchor, after, shares / total))
 
 
-def _inside(Y: Float[Array, "kc nc"], used: Any) -> Float[Array, " kc"]:
-    return (jnp.arange(Y.shape[0]) < used).astype(Y.dtype)
-
-
-def _finite(rows: Float[Array, "c nc"]) -> Float[Array, "c nc"]:
+def _finite(rows: Float[Array, "c k"]) -> Float[Array, "c k"]:
     """Rows fit for scratch: a step that failed is seen in its state, and must not be seen in later ones."""
     return jnp.where(jnp.isfinite(rows), rows, 0)
 
@@ -233,4 +222,9 @@ def _reweighted(problem: Problem, weights: Any) -> Problem:
 
 
 def _stacked(norms: Norms) -> Float[Array, "3"]:
-    return jnp.stack([norms.gradient, norms.rounding, norms.parameters])
+    """On a GPU in memory of the host, which the program writes to: a copy later costs 0.3 ms."""
+    stacked = jnp.stack([norms.gradient, norms.rounding, norms.parameters])
+    memory = getattr(jax, "memory", None)  # not in JAX 0.6
+    if memory is None or jax.default_backend() != "gpu":
+        return stacked
+    return jax.device_put(stacked, memory.Space.Host)

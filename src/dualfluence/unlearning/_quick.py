@@ -28,8 +28,9 @@ from ._anchor import HIGHEST, Anchor
 class Gone:
     """Points eliminated since the anchor.
 
-    - `Y`, `YC`: the updates of `N`, transposed: `(capacity·c, n·c)`. Rows past `count` are scratch. On a
-      CPU they are arrays of the host, written in place.
+    - `Y`, `C`: the updates of `N`: `Yᵀ`, `(capacity·c, n·c)`, and `C` of each point, `(capacity, c, c)`. `Y`
+      is written in place, and past `count` it is scratch, where `C` is zero. On a CPU both are arrays of the
+      host, and both are written in place.
     - `v`: `Nα` of the anchor's `α` at the points that are left.
     - `force`: squared norm of the forces that `v` holds back at eliminated points.
     - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
@@ -39,7 +40,7 @@ class Gone:
     """
 
     Y: Any
-    YC: Any
+    C: Any
     v: Any
     force: Any
     shares: Any
@@ -71,12 +72,12 @@ def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     """Room for `capacity` points. On a CPU, memory is taken as it is used."""
     size, c = anchor.N.shape[0], anchor.alpha.shape[1]
     xp: Any = np if on_host() else jnp
-    # Two arrays: a program that may overwrite its arguments must not get one of them twice.
-    Y, YC = (xp.zeros((capacity * c, size), anchor.N.dtype) for _ in range(2))
+    Y = xp.zeros((capacity * c, size), anchor.N.dtype)
+    C = xp.zeros((capacity, c, c), anchor.N.dtype)
     v, force = xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype)
     if on_host():
-        return Gone(Y, YC, v, force, None, None, 0)
-    return Gone(Y, YC, v, force, jnp.asarray(shares, anchor.N.dtype), jnp.zeros((), jnp.int32), 0)
+        return Gone(Y, C, v, force, None, None, 0)
+    return Gone(Y, C, v, force, jnp.asarray(shares, anchor.N.dtype), jnp.zeros((), jnp.int32), 0)
 
 
 @filter_jit
@@ -107,10 +108,11 @@ def step_on_host(
     """Leave out one point of the given share of the weight; `kept` marks the points that are left."""
     c, used = alpha.shape[1], gone.count * alpha.shape[1]
     rows = slice(point * c, (point + 1) * c)
-    fixed, own = Fixed(*map(np.asarray, Fixed.of(anchor))), gone.YC[:used, rows]
+    fixed = Fixed(*map(np.asarray, Fixed.of(anchor)))
+    own = (gone.C[: gone.count] @ gone.Y[:used, rows].reshape(-1, c, c)).reshape(used, c)
     column = (np.asarray(anchor.N)[rows] + own.T @ gone.Y[:used]).T
     step = make_step(np, _solve, fixed, column, own, alpha, gone.v, gone.force, share, kept, point)
-    gone.Y[used : used + c], gone.YC[used : used + c] = column.T, (column @ step.C).T
+    gone.Y[used : used + c], gone.C[gone.count] = column.T, step.C
     return replace(gone, v=step.v, force=step.force, count=gone.count + 1), step
 
 
@@ -137,7 +139,7 @@ def make_step(
 ) -> Step:
     """The formulas of this file's head in NumPy or JAX, with a solver for the system of one point.
 
-    `column` is `N[:, i]`.
+    `column` is `N[:, i]`, and `own` is `CYᵀ` there, of all points eliminated so far.
     """
     start, ridge = fixed.alpha, fixed.ridge
     (n, c), W, R, scale = start.shape, fixed.hess[i], fixed.roots[i], ridge * share
@@ -166,8 +168,7 @@ def make_correction(
     xp: Any,
     N: Any,
     Y: Any,
-    YC: Any,
-    inside: Any,
+    C: Any,
     hess: Any,
     rho: Any,
     kept: Any,
@@ -175,13 +176,10 @@ def make_correction(
     scale: Any,
     ridge: Any,
 ) -> tuple[Any, Any, Any]:
-    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and what the error of `N` adds to it.
-
-    `inside` marks the rows of `Y` and `YC` that are no scratch.
-    """
+    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and what the error of `N` adds to it."""
     rho = rho * scale * kept[:, None]
     flat = rho.reshape(-1)
-    held = (YC @ flat) * inside
+    held = (C @ (Y @ flat).reshape(-1, rho.shape[1], 1)).reshape(-1)
     k_delta = -(N @ flat + held @ Y).reshape(rho.shape)
     delta = (-rho - (hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
     return delta, k_delta, error * xp.sqrt((rho**2).sum() + (held**2).sum())
