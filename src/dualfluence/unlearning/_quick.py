@@ -110,9 +110,12 @@ def step_on_host(
     rows = slice(point * c, (point + 1) * c)
     fixed = Fixed(*map(np.asarray, Fixed.of(anchor)))
     own = (gone.C[: gone.count] @ gone.Y[:used, rows].reshape(-1, c, c)).reshape(used, c)
-    column = (np.asarray(anchor.N)[rows] + own.T @ gone.Y[:used]).T
-    step = make_step(np, _solve, fixed, column, own, alpha, gone.v, gone.force, share, kept, point)
-    gone.Y[used : used + c], gone.C[gone.count] = column.T, step.C
+    new = gone.Y[used : used + c]
+    np.matmul(own.T, gone.Y[:used], out=new)
+    new += np.asarray(anchor.N)[rows]
+    given = (alpha, gone.v, gone.force, share, kept, point)
+    step = make_step(np, _solve, fixed, new.T, own, *given)
+    gone.C[gone.count] = step.C
     return replace(gone, v=step.v, force=step.force, count=gone.count + 1), step
 
 
