@@ -315,13 +315,47 @@ def plot_attribution(result: dict[str, Any], path: Path) -> None:
         (axes[0], "seconds_repeat", "seconds of a repeated call"),
         (axes[1], "peak_bytes", "peak memory, MiB"),
     ):
-        for m in shown:
-            size = max(m[key], 1) / 2**20 if key == "peak_bytes" else m[key]
-            colour = BLUE if m["method"].startswith("ours") else GREY
-            ax.plot(size, m["lds"], "o", color=colour)
-            ax.annotate(m["method"], (size, m["lds"]), (4, 3), textcoords="offset points", size=7)
-        ax.set(xscale="log", xlabel=label)
+        unit = 2**20 if key == "peak_bytes" else 1
+        sizes = [max(m[key], 1) / unit if unit > 1 else m[key] for m in shown]
+        ends = min(sizes) / 2, max(sizes) * 10  # room for names on the right
+        ax.set(xscale="log", xlabel=label, xlim=ends, ylim=(0, 1))
+        ax.xaxis.set_minor_formatter("")
+        colours = [BLUE if m["method"].startswith("ours") else GREY for m in shown]
+        ax.scatter(sizes, [m["lds"] for m in shown], color=colours, clip_on=False)
+        fig.draw_without_rendering()  # lays out: names need to know where they are
+        names = zip(
+            [m["method"] for m in shown], sizes, [m["lds"] for m in shown], colours, strict=True
+        )
+        _name_points(ax, list(names))
     axes[0].set_ylabel("LDS")
     fig.suptitle(f"{result['config']['network']}, {result['machine']['device']}", size=10)
     fig.savefig(path)
     plt.close(fig)
+
+
+def _name_points(ax: Any, points: list[tuple[str, float, float, str]]) -> None:
+    """Write each name beside its point, on the first side where it covers no other name or point."""
+    from matplotlib.transforms import Bbox
+
+    renderer, edge = ax.figure.canvas.get_renderer(), ax.get_window_extent()
+    dots = [ax.transData.transform((x, y)) for _, x, y, _ in points]
+    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in dots]
+    sides = [(side, up) for up in (-3, 6, -12, 15, -21, 24, -30) for side in (6, -6)]
+
+    def written(name: str, x: float, y: float, colour: str, side: int, up: int) -> Any:
+        options = {"textcoords": "offset points", "size": 7, "color": colour}
+        ha = "left" if side > 0 else "right"
+        return ax.annotate(name, (x, y), (side, up), ha=ha, **options)
+
+    def fits(box: Any) -> bool:
+        inside = edge.x0 < box.x0 and box.x1 < edge.x1
+        return inside and not any(box.overlaps(other) for other in taken)
+
+    for point in sorted(points, key=lambda p: -p[2]):
+        tried = [written(*point, *side) for side in sides]
+        boxes = [text.get_window_extent(renderer) for text in tried]
+        best = next((i for i, box in enumerate(boxes) if fits(box)), 0)
+        taken.append(boxes[best])
+        for i, text in enumerate(tried):
+            if i != best:
+                text.remove()
