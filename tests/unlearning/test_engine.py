@@ -194,6 +194,21 @@ def test_a_proposal_changes_nothing(either_path):
     np.testing.assert_array_equal(first.fitted.alpha, second.fitted.alpha)
 
 
+@pytest.mark.parametrize("points", [[3], [5, 3], [24], [-1]])
+def test_a_refused_request_changes_nothing(either_path, points):
+    # On a device the step is under way before the request is refused.
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    first, second = Engine(cases.fit(p)), Engine(cases.fit(p))
+    for engine in (first, second):
+        run(engine, [3])
+    with pytest.raises(ValueError, match=r"point 3 is not in the training set|in \[0, 24\)"):
+        first.propose([dfl.Remove(points)])
+    for engine in (first, second):
+        run(engine, [5, 9])
+    np.testing.assert_array_equal(first.fitted.alpha, second.fitted.alpha)
+    assert first.fitted.certificate == second.fitted.certificate
+
+
 def test_drift_of_the_running_product_is_within_its_estimate():
     p = problems.linear_problem(40, 2, 60, "softmax", ridge=0.01)
     engine = Engine(cases.fit(p), drift=100.0)
