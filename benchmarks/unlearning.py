@@ -63,8 +63,9 @@ def bench_stream(points, deletions, width, ridge, drift, edits):
     bound = engine.propose([dfl.Remove([0])]).fitted.certificate.distance_bound
     engine.propose([dfl.Remove([0])], 0.3 * bound)
     jax.block_until_ready(fitted.edit(dfl.Remove([0]), progress=False).state.alpha)
-    times, hows, edit_times, refreshes = [], {}, [], []
-    every = max(1, deletions // edits)
+    settled_edit(fitted, 0, drift)
+    times, hows, edit_times, same_promise, refreshes = [], {}, [], [], []
+    by_edit, every = fitted, max(1, deletions // edits)
     for point in range(deletions):
         spent, work = seconds_of(lambda point=point: engine.propose([dfl.Remove([point])]))
         if work.anchor is not engine.work.anchor:
@@ -78,6 +79,10 @@ def bench_stream(points, deletions, width, ridge, drift, edits):
                 fitted.edit(dfl.Remove([point]), progress=False).state.alpha
             )
             edit_times.append(seconds_of(call)[0])
+            # The same promise: on top of the deletions before it, and within the drift.
+            call = lambda point=point, by=by_edit: settled_edit(by, point, drift)  # noqa: E731
+            spent, by_edit = seconds_of(call)
+            same_promise.append(spent)
     want = fitted.retrain(dfl.Remove(np.arange(deletions)), progress=False)
     change = np.asarray(engine.fitted.state.alpha - want.state.alpha)
     away = float(
@@ -93,12 +98,22 @@ def bench_stream(points, deletions, width, ridge, drift, edits):
         "edit_median_seconds": float(np.median(edit_times)),
         "edit_over_deletion": float(np.median(edit_times) / np.median(times)),
         "edit_over_deletion_means": float(np.mean(edit_times) / np.mean(times)),
+        # One `edit(drift=...)` and `commit` after another, which is what a desk without the inverse does.
+        "edit_within_drift_median_seconds": float(np.median(same_promise)),
+        "edit_within_drift_over_deletion": float(np.median(same_promise) / np.median(times)),
+        "edit_within_drift_over_deletion_means": float(np.mean(same_promise) / np.mean(times)),
         "how": hows,
         "distance_to_retraining": away,
         "certified_distance": engine.fitted.certificate.distance_bound,
         "parameter_norm": engine.fitted.certificate.parameter_norm,
     }
     return found | bench_desk(fitted, min(deletions, 50))
+
+
+def settled_edit(fitted, point, drift):
+    after = fitted.edit(dfl.Remove([point]), drift=drift, progress=False).commit()
+    jax.block_until_ready(after.state.alpha)
+    return after
 
 
 def settled(engine):
