@@ -63,7 +63,8 @@ class Programs:
     ) -> tuple[Gone, Found]:
         """Points one after another. `shares` are all of the anchor's, `weights` the samples' until now."""
         if gone.on_host:
-            return self._left_on_host(gone, state, points, shares, weights)
+            left = np.where(weights > 0, shares, 0)
+            return self._left_on_host(gone, state, points, left)
         found: Any = None
         names = _names(gone.shares.shape[0])
         for point in points:
@@ -88,19 +89,13 @@ class Programs:
         return self._run.measure(alpha, self._cast(weights), *self._arrays)
 
     def _left_on_host(
-        self,
-        gone: Gone,
-        state: State,
-        points: list[int],
-        shares: np.ndarray,
-        weights: np.ndarray,
+        self, gone: Gone, state: State, points: list[int], left: np.ndarray
     ) -> tuple[Gone, Found]:
         alpha, k_alpha, drift = (np.asarray(a) for a in (state.alpha, state.k_alpha, state.drift))
-        left = np.where(weights > 0, shares, 0)
         for point in points:
-            left[point] = 0
-            numbers = (self._cast(shares[point]), self._cast(left > 0))
-            gone, step = step_on_host(self.anchor, gone, alpha, point, *numbers)
+            share, left[point] = self._cast(left[point]), 0
+            kept = self._cast(left > 0)
+            gone, step = step_on_host(self.anchor, gone, alpha, point, share, kept)
             alpha, k_alpha, drift = alpha + step.delta, k_alpha + step.k_delta, drift + step.drift
         return gone, self._judged(alpha, k_alpha, drift, left)
 

@@ -311,22 +311,19 @@ def plot_attribution(result: dict[str, Any], path: Path) -> None:
 
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     shown = [m for m in result["methods"] if m["lds"] is not None]
-    for ax, key, label in (
-        (axes[0], "seconds_repeat", "seconds of a repeated call"),
-        (axes[1], "peak_bytes", "peak memory, MiB"),
+    for ax, key, unit, label in (
+        (axes[0], "seconds_repeat", 1, "seconds of a repeated call"),
+        (axes[1], "peak_bytes", 2**20, "peak memory, MiB"),
     ):
-        unit = 2**20 if key == "peak_bytes" else 1
-        sizes = [max(m[key], 1) / unit if unit > 1 else m[key] for m in shown]
+        sizes = [(m[key] or 1) / unit for m in shown]
         ends = min(sizes) / 2, max(sizes) * 10  # room for names on the right
         ax.set(xscale="log", xlabel=label, xlim=ends, ylim=(0, 1))
         ax.xaxis.set_minor_formatter("")
         colours = [BLUE if m["method"].startswith("ours") else GREY for m in shown]
         ax.scatter(sizes, [m["lds"] for m in shown], color=colours, clip_on=False)
         fig.draw_without_rendering()  # lays out: names need to know where they are
-        names = zip(
-            [m["method"] for m in shown], sizes, [m["lds"] for m in shown], colours, strict=True
-        )
-        _name_points(ax, list(names))
+        each = zip(shown, sizes, colours, strict=True)
+        _name_points(ax, [(m["method"], size, m["lds"], colour) for m, size, colour in each])
     axes[0].set_ylabel("LDS")
     fig.suptitle(f"{result['config']['network']}, {result['machine']['device']}", size=10)
     fig.savefig(path)
