@@ -47,12 +47,12 @@ PROBES, PROBE_SAFETY = 16, 2.0
 class Majorant(eqx.Module):
     """`K ≼ LLᵀ + eI`, so that `ρᵀKρ` is bounded by a thin product; or `K` itself where it is small.
 
-    - `features`: `L` in float32, which is read at every request; `None` for `K` itself.
+    - `features`: `Lᵀ` in float32, which is read at every request; `None` for `K` itself.
     - `rest`: `e`, for `L` as it is stored.
     - `slack`: what rounding of `Lᵀρ` can add to its norm, for a `ρ` of norm one.
     """
 
-    features: Float[Array, "n c r"] | None
+    features: Float[Array, "r nc"] | None
     rest: Float[Array, ""]
     slack: Float[Array, ""]
 
@@ -60,11 +60,10 @@ class Majorant(eqx.Module):
         """At least `vᵀKv`."""
         if self.features is None:
             return jnp.sum(v * op.mv(v))
-        L = self.features.reshape(-1, self.features.shape[2])
         norm = jnp.linalg.norm(v)
         # Scaled first: squares of a small residual would leave the range of float32.
-        unit = (v / jnp.where(norm > 0, norm, 1)).astype(L.dtype).reshape(-1)
-        inner = jnp.linalg.norm(jnp.dot(unit, L, precision=HIGHEST)).astype(v.dtype)
+        unit = (v / jnp.where(norm > 0, norm, 1)).astype(self.features.dtype).reshape(-1)
+        inner = jnp.linalg.norm(jnp.dot(self.features, unit, precision=HIGHEST)).astype(v.dtype)
         return norm**2 * ((inner + self.slack) ** 2 + self.rest)
 
 
@@ -75,7 +74,7 @@ class Anchor(eqx.Module):
     - `problem`: the objective; later ones of the stream differ in their weights alone.
     - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric.
     - `hess`, `roots`: `W₀` and `R` of `W₀ = RRᵀ` in blocks, with the weights of the anchor.
-    - `alpha`: `α` at the anchor.
+    - `alpha`, `n_alpha`: `α` at the anchor, and `Nα`.
     - `kernel_diagonal`: diagonal of `K`.
     - `error`: largest error of a row of `N` over `√K_ii`, in units of rounding.
     - `majorant`: bounds `ρᵀKρ`.
@@ -87,6 +86,7 @@ class Anchor(eqx.Module):
     hess: Float[Array, "n c c"]
     roots: Float[Array, "n c c"]
     alpha: Float[Array, "n c"]
+    n_alpha: Float[Array, "n c"]
     kernel_diagonal: Float[Array, "n c"]
     error: Float[Array, ""]
     majorant: Majorant
@@ -115,7 +115,8 @@ def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
     if majorant is None:
         majorant = make_majorant(op)
     alpha, diagonal = fitted.state.alpha, fitted.kernel_diagonal
-    return Anchor(op, problem, N, hess, roots, alpha, diagonal, error, majorant)
+    n_alpha = _product(N, alpha)
+    return Anchor(op, problem, N, hess, roots, alpha, n_alpha, diagonal, error, majorant)
 
 
 def make_majorant(op: AbstractKernelOperator) -> Majorant:
@@ -127,7 +128,7 @@ def make_majorant(op: AbstractKernelOperator) -> Majorant:
     L = sketch.features.astype(jnp.float32)
     stored = SpectralPreconditioner(L.astype(op.dtype))
     slack = SLACK * float(jnp.finfo(jnp.float32).eps) * jnp.linalg.norm(stored.features)
-    return Majorant(L, _rest_norm(op, stored) / POWER_SHARE, slack)
+    return Majorant(L.reshape(size, -1).T, _rest_norm(op, stored) / POWER_SHARE, slack)
 
 
 def _itself(op: AbstractKernelOperator) -> Majorant:
@@ -153,6 +154,11 @@ def _invert(
     N = (K - jnp.dot(T.T, T, precision=HIGHEST)) / ridge
     eye = jnp.broadcast_to(jnp.eye(c, dtype=K.dtype), (n, c, c))
     return N, factor.hess_mv(eye), factor.mv(eye)
+
+
+@filter_jit
+def _product(N: Float[Array, "nc nc"], alpha: Float[Array, "n c"]) -> Float[Array, "n c"]:
+    return jnp.dot(N, alpha.reshape(-1), precision=HIGHEST).reshape(alpha.shape)
 
 
 @filter_jit

@@ -23,7 +23,7 @@ from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._objective import State
 from ._anchor import Anchor, can_anchor, make_anchor
 from ._programs import Found, Programs
-from ._quick import Gone, nothing_gone
+from ._quick import Gone, committed, nothing_gone
 
 MAX_BATCH = 16
 """Points in one request up to which each is left out by itself. Doubled, larger requests avoid `edit`."""
@@ -112,8 +112,8 @@ class Engine:
         weights = fitted.data.sample_weights
         after, found = programs.leave_out(gone, fitted.state, points, shares, weights)
         if work is self.work:
-            # The call wrote into its first argument: what was is in what came back.
-            self.work = work._replace(gone=replace(gone, Y=after.Y))
+            # The call wrote into these: what was there is in what came back.
+            self.work = work._replace(gone=replace(gone, rows=after.rows, T=after.T))
         if data is None:
             # While the device is at work. If the edits are refused here, nothing has happened.
             data = self._applied(edits)
@@ -179,6 +179,8 @@ def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
     anchor = make_anchor(fitted, last.majorant if last is not None and same else None)
     shares = fitted.data.weights
     gone = nothing_gone(anchor, shares, max(MAX_GONE, MAX_BATCH))
+    if not gone.on_host:
+        fitted = replace(fitted, state=committed(fitted.state, alpha))
     return Work(fitted, anchor, gone, Programs(anchor), shares, 0, "factorisation")
 
 

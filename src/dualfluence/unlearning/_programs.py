@@ -5,7 +5,7 @@ Everything is on the device already, the number of every point included: on one 
 program.
 """
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +18,16 @@ from ..problem._certificate import Certificate, Norms, measure_norms, norms_of_s
 from ..problem._objective import AnyArray, Problem, State
 from ._anchor import Anchor
 from ._elimination import solve_small
-from ._quick import Fixed, Gone, make_correction, make_step, step_on_host
+from ._quick import (
+    HOST,
+    Algebra,
+    Fixed,
+    Gone,
+    make_correction,
+    make_step,
+    next_row,
+    step_on_host,
+)
 
 
 class Found(NamedTuple):
@@ -51,7 +60,7 @@ class Programs:
         self.anchor, self._arrays = anchor, [leaf for leaf in leaves if isinstance(leaf, ARRAYS)]
         fixed = tuple(None if isinstance(leaf, ARRAYS) else (leaf,) for leaf in leaves)
         self._run = _compiled(tree, fixed)
-        self._dtype, self._ridge = anchor.N.dtype, np.asarray(anchor.problem.ridge)
+        self._dtype = anchor.N.dtype
 
     def leave_out(
         self,
@@ -68,7 +77,7 @@ class Programs:
         found: Any = None
         names = _names(gone.shares.shape[0])
         for point in points:
-            held = (gone.Y, gone.C, gone.v, gone.force, gone.shares, gone.place)
+            held = (gone.rows, gone.T, gone.C, gone.forces, gone.points, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
             gone, state = Gone(*after, count=gone.count + 1), found.state
@@ -81,7 +90,7 @@ class Programs:
         """
         if gone.on_host:
             return self._polished_on_host(gone, found, left)
-        held = (gone.Y, gone.C, gone.shares)
+        held = (gone.rows, gone.T, gone.C, gone.points, gone.shares)
         return self._run.polish(*held, found.state, found.rho, *self._arrays)
 
     def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
@@ -95,25 +104,29 @@ class Programs:
         for point in points:
             share, left[point] = self._cast(left[point]), 0
             kept = self._cast(left > 0)
-            gone, step = step_on_host(self.anchor, gone, alpha, point, share, kept)
+            gone, step = step_on_host(self._fixed, gone, alpha, point, share, kept)
             alpha, k_alpha, drift = alpha + step.delta, k_alpha + step.k_delta, drift + step.drift
         return gone, self._judged(alpha, k_alpha, drift, left)
 
     def _polished_on_host(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
-        anchor, state, used = self.anchor, found.state, gone.count * found.rho.shape[1]
-        held = (gone.Y[:used], gone.C[: gone.count])
-        arrays = (anchor.N, *held, anchor.hess, found.rho, self._cast(left > 0), anchor.error)
-        plain = [np.asarray(a) for a in (*arrays, self._cast(left.sum()), self._ridge)]
-        delta, k_delta, drift = make_correction(np, *plain)
+        state, count, used = found.state, gone.count, gone.count * found.rho.shape[1]
+        held = (gone.rows[:used], gone.T[:used, :used], gone.C[:count], gone.points[:count])
+        given = (np.asarray(found.rho), self._cast(left > 0), self._cast(left.sum()))
+        delta, k_delta, drift = make_correction(HOST, self._fixed, *held, *given)
         moved = (np.asarray(state.alpha) + delta, np.asarray(state.k_alpha) + k_delta)
         return self._judged(*moved, np.asarray(state.drift) + drift, left)
 
     def _judged(
         self, alpha: np.ndarray, k_alpha: np.ndarray, drift: Any, left: np.ndarray
     ) -> Found:
-        state = State(jnp.asarray(alpha), jnp.asarray(k_alpha), np.asarray(drift))
-        rho, norms = self._run.judge(state, self._cast(left / left.sum()), *self._arrays)
-        return Found(state, rho, norms)
+        # As they are: a program takes arrays of the host faster than `jnp.asarray` does.
+        given: Any = (alpha, k_alpha, np.asarray(drift), self._cast(left / left.sum()))
+        return self._run.judge(*given, *self._arrays)
+
+    @cached_property
+    def _fixed(self) -> Fixed:
+        """On the host."""
+        return jax.tree.map(np.asarray, Fixed.of(self.anchor))
 
     def _cast(self, value: Any) -> Any:
         return np.asarray(value, self._dtype)
@@ -128,20 +141,22 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
         return jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf[0] for leaf in fixed])
 
     def less(point: Any, *arrays: Any) -> Any:
-        return _less(anchor_of(arrays[9:]), point, *arrays[:9])
+        return _less(anchor_of(arrays[10:]), point, *arrays[:10])
 
-    def polish(Y: Any, C: Any, shares: Any, state: State, rho: Any, *arrays: Any) -> Any:
-        return _polished(Y, C, shares, state, rho, anchor_of(arrays))
+    def polish(*arrays: Any) -> Any:
+        return _polished(anchor_of(arrays[7:]), *arrays[:7])
 
-    def judge(state: State, weights: Any, *arrays: Any) -> Any:
-        return _judged(anchor_of(arrays), state, weights)
+    def judge(alpha: Any, k_alpha: Any, drift: Any, weights: Any, *arrays: Any) -> Any:
+        state = State(alpha, k_alpha, drift)
+        return Found(state, *_judged(anchor_of(arrays), state, weights))
 
     def measure(alpha: Any, weights: Any, *arrays: Any) -> Any:
         return _measured(anchor_of(arrays), alpha, weights)
 
-    # The updates of N are written in place; rows that they had keep what they hold. No product of `less` and
-    # `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny one gains.
-    quick = jit(less, donate_argnums=1).outermost, jit(judge).outermost
+    # The rows of N and T are written in place; those that were there keep what they hold. No product of
+    # `less` and `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny
+    # one gains.
+    quick = jit(less, donate_argnums=(1, 2)).outermost, jit(judge).outermost
     return Compiled(quick[0], jit(polish), quick[1], jit(measure))
 
 
@@ -154,50 +169,61 @@ def _names(n: int) -> tuple[Array, ...]:
 def _less(
     anchor: Anchor,
     point: Int[Array, ""],
-    Y: Float[Array, "kc nc"],
+    rows: Float[Array, "kc nc"],
+    T: Float[Array, "kc kc"],
     C: Float[Array, "k c c"],
-    v: Float[Array, "n c"],
-    force: Float[Array, ""],
+    forces: Float[Array, " kc"],
+    points: Int[Array, " k"],
     shares: Float[Array, " n"],
     place: Int[Array, ""],
     alpha: Float[Array, "n c"],
     k_alpha: Float[Array, "n c"],
     drift: Float[AnyArray, ""],
-) -> tuple[Array, Array, Array, Array, Array, Array, Found]:
+) -> tuple[Array, Array, Array, Array, Array, Array, Array, Found]:
     share, c = shares[point], alpha.shape[1]
     shares = jnp.where(jnp.arange(shares.shape[0]) == point, 0, shares)
-    kept, fixed = (shares > 0).astype(shares.dtype), Fixed.of(anchor)
+    kept = (shares > 0).astype(shares.dtype)
+    own = jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c)
+    rows = jax.lax.dynamic_update_slice_in_dim(rows, own, place * c, axis=0)
+    points = jax.lax.dynamic_update_slice_in_dim(points, point[None], place, axis=0)
     with jax.default_matmul_precision("highest"):
-        own = jax.lax.dynamic_slice_in_dim(Y, point * c, c, axis=1).reshape(C.shape)
-        own = jnp.sum(C[:, :, :, None] * own[:, None], axis=2).reshape(-1, c)
-        column = (jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c) + own.T @ Y).T
-        given = (alpha, v, force, share, kept, point)
-        step = make_step(jnp, solve_small, fixed, column, own, *given)
-    Y = jax.lax.dynamic_update_slice_in_dim(Y, _finite(column.T), place * c, axis=0)
-    C = jax.lax.dynamic_update_slice_in_dim(C, _finite(step.C)[None], place, axis=0)
+        seen = jax.lax.dynamic_slice_in_dim(rows, point * c, c, axis=1)
+        row = next_row(T, C, seen)
+        row = jax.lax.dynamic_update_slice_in_dim(row, jnp.eye(c, dtype=T.dtype), place * c, axis=1)
+        held = (rows, seen, row, forces, points)
+        step = make_step(DEVICE, Fixed.of(anchor), *held, alpha, share, kept, point)
+    T = jax.lax.dynamic_update_slice_in_dim(T, row, place * c, axis=0)
+    C = jax.lax.dynamic_update_slice_in_dim(C, step.C[None], place, axis=0)
     state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
     found = Found(state, *_judged(anchor, state, shares / jnp.sum(shares)))
-    return Y, C, step.v, step.force, shares, place + 1, found
+    return rows, T, C, step.forces, points, shares, place + 1, found
 
 
-def _polished(Y: Any, C: Any, shares: Any, state: State, rho: Any, anchor: Anchor) -> Found:
+def _spread(
+    like: Float[Array, "n c"], points: Int[Array, " k"], rows: Float[Array, " kc"]
+) -> Float[Array, "n c"]:
+    """Rows put into zeros. Past the last point they are zero, so it does not matter where they go."""
+    return jnp.zeros_like(like).at[points].add(rows.reshape(-1, like.shape[1]))
+
+
+DEVICE = Algebra(jnp, lambda A, B: solve_small(A, B), _spread)
+
+
+def _polished(
+    anchor: Anchor, rows: Any, T: Any, C: Any, points: Any, shares: Any, state: State, rho: Any
+) -> Found:
     total, kept = jnp.sum(shares), (shares > 0).astype(shares.dtype)
-    arrays = (Y, C, anchor.hess, rho, kept, anchor.error)
+    given = (rows, T, C, points, rho, kept, total)
     with jax.default_matmul_precision("highest"):
-        step = make_correction(jnp, anchor.N, *arrays, total, anchor.problem.ridge)
+        step = make_correction(DEVICE, Fixed.of(anchor), *given)
     after = state.moved(*step)
     return Found(after, *_judged(anchor, after, shares / total))
-
-
-def _finite(rows: Float[Array, "c k"]) -> Float[Array, "c k"]:
-    """Rows fit for scratch: a step that failed is seen in its state, and must not be seen in later ones."""
-    return jnp.where(jnp.isfinite(rows), rows, 0)
 
 
 def _judged(
     anchor: Anchor, state: State, weights: Float[AnyArray, " n"]
 ) -> tuple[Float[Array, "n c"], Float[Array, "3"]]:
-    """The residual and the certificate's parts at a state, `ρᵀKρ` bounded from above."""
+    """The residual and the certificate's norms at a state, `ρᵀKρ` bounded from above."""
     problem = _reweighted(anchor.problem, weights)
     rho = problem.residual(state)
     square = anchor.majorant.square(anchor.op, rho)

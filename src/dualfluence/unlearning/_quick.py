@@ -1,16 +1,20 @@
 r"""Leaving points out one after another, each by a small solve with the anchor's inverse.
 
-With the sums of weights as they were at the anchor, removing a point drops its term and lowers the ridge
-by its share $\lambda m$. The step of the others and of the outputs is (DESIGN, section 1)
+With the sums of weights as they were at the anchor, removing a point of share `m` drops its term and lowers
+the ridge by $\lambda m$. A step is what a force `x` on the dual variables does (DESIGN, section 1):
 
-$$K\Delta\alpha = N(b + E_i\tau),\quad
-  \Delta\alpha = \tfrac1\lambda\left(b + E_i\tau - W_0K\Delta\alpha\right),$$
-$$b = \lambda m\,\alpha,\qquad \Delta\alpha_i = -\alpha_i,$$
+$$K\Delta\alpha = Nx,\qquad \Delta\alpha = \tfrac1\lambda\left(x - W_0K\Delta\alpha\right).$$
 
-where the last equation fixes `τ`. The point is then eliminated from the inverse by a symmetric update of rank
-`c`, which is stored and not applied: $N \leftarrow N + YCY^\top$, $Y = N_{\cdot i}$,
-$C = (I - W_iN_{ii})^{-1}W_i = R_i(I - R_i^\top N_{ii}R_i)^{-1}R_i^\top$. The matrix of `τ` has the inverse
-$I + CN_{ii}$.
+It is $\lambda m\alpha$ at the points that are left, and at the set `S` of eliminated ones whatever makes
+$\Delta\alpha_i = -\alpha_i$ at the new one and zero at the others. To eliminate point `i` is to change the
+inverse by rank `c`:
+
+$$N \leftarrow N + YCY^\top,\quad Y = N_{\cdot i},\quad
+  C = (I - W_iN_{ii})^{-1}W_i = R_i(I - R_i^\top N_{ii}R_i)^{-1}R_i^\top .$$
+
+No column of a changed inverse is ever formed. They are combinations `T` of the anchor's own, which is all
+that is held: $N + N_{\cdot S}T^\top CTN_{S\cdot}$, with one block of `C` a point and `T` triangular. A step
+then reads the eliminated rows of the anchor's `N` once, with one vector.
 """
 
 from dataclasses import dataclass, replace
@@ -20,36 +24,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.compile import filter_jit
-from ._anchor import HIGHEST, Anchor
+from ._anchor import Anchor
 
 
 @dataclass(frozen=True, eq=False)
 class Gone:
-    """Points eliminated since the anchor.
+    """Points eliminated since the anchor, in order, in arrays with room for more.
 
-    - `Y`, `C`: the updates of `N`: `Yᵀ`, `(capacity·c, n·c)`, and `C` of each point, `(capacity, c, c)`. `Y`
-      is written in place, and past `count` it is scratch, where `C` is zero. On a CPU both are arrays of the
-      host, and both are written in place.
-    - `v`: `Nα` of the anchor's `α` at the points that are left.
-    - `force`: squared norm of the forces that `v` holds back at eliminated points.
+    `rows` and `T` are written in place, and past `count` they are scratch, where `C` is zero. On a CPU all
+    arrays are the host's, and `C` and `points` are written in place too.
+
+    - `rows`: the anchor's `N` at these points, `(capacity·c, n·c)`.
+    - `T`: `(capacity·c, capacity·c)`, as in this file's head.
+    - `C`: `(capacity, c, c)`.
+    - `forces`: at these points, less the anchor's `α`, where `α` is the force at those that are left.
+    - `points`: which they are.
     - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
       requests bring them.
     - `place`: `count` where a program reads it; `None` on a CPU.
     - `count`: points eliminated.
     """
 
-    Y: Any
+    rows: Any
+    T: Any
     C: Any
-    v: Any
-    force: Any
+    forces: Any
+    points: Any
     shares: Any
     place: Any
     count: int
 
     @property
     def on_host(self) -> bool:
-        return isinstance(self.Y, np.ndarray)
+        return isinstance(self.rows, np.ndarray)
 
 
 class Step(NamedTuple):
@@ -59,8 +66,15 @@ class Step(NamedTuple):
     k_delta: Any
     drift: Any
     C: Any
-    v: Any
-    force: Any
+    forces: Any
+
+
+class Algebra(NamedTuple):
+    """NumPy or JAX, a solver for the system of one point, and `spread`, which puts rows into zeros."""
+
+    xp: Any
+    solve: Any
+    spread: Any
 
 
 def on_host() -> bool:
@@ -69,27 +83,35 @@ def on_host() -> bool:
 
 
 def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
-    """Room for `capacity` points. On a CPU, memory is taken as it is used."""
-    size, c = anchor.N.shape[0], anchor.alpha.shape[1]
+    """Room for `capacity` points. On a CPU `T` takes memory as it is used, and `rows` at once: new pages for
+    those of one point cost a request 0.3 ms."""
+    (n, c), dtype = anchor.alpha.shape, anchor.N.dtype
+    capacity = min(capacity, n)
     xp: Any = np if on_host() else jnp
-    Y = xp.zeros((capacity * c, size), anchor.N.dtype)
-    C = xp.zeros((capacity, c, c), anchor.N.dtype)
-    v, force = xp.asarray(_product(anchor)), xp.zeros((), anchor.N.dtype)
+    rows, T = xp.zeros((capacity * c, n * c), dtype), xp.zeros((capacity * c, capacity * c), dtype)
+    C, forces = xp.zeros((capacity, c, c), dtype), xp.zeros(capacity * c, dtype)
+    points = xp.zeros(capacity, xp.int32)
     if on_host():
-        return Gone(Y, C, v, force, None, None, 0)
-    return Gone(Y, C, v, force, jnp.asarray(shares, anchor.N.dtype), jnp.zeros((), jnp.int32), 0)
+        rows.fill(0)
+        return Gone(rows, T, C, forces, points, None, None, 0)
+    left, place = jnp.asarray(shares, dtype), jnp.zeros((), jnp.int32)
+    arrays = committed((rows, T, C, forces, points, left, place), anchor.alpha)
+    return Gone(*arrays, count=0)
 
 
-@filter_jit
-def _product(anchor: Anchor) -> jax.Array:
-    flat = anchor.alpha.reshape(-1)
-    return jnp.dot(anchor.N, flat, precision=HIGHEST).reshape(anchor.alpha.shape)
+def committed(arrays: Any, like: jax.Array) -> Any:
+    """Bound to the device of `like`, as what the programs return is: else they would compile twice."""
+    if len(like.devices()) > 1:
+        return arrays
+    return jax.device_put(arrays, jax.sharding.SingleDeviceSharding(*like.devices()))
 
 
 class Fixed(NamedTuple):
     """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is the anchor's own."""
 
+    N: Any
     alpha: Any
+    n_alpha: Any
     hess: Any
     roots: Any
     diagonal: Any
@@ -98,25 +120,25 @@ class Fixed(NamedTuple):
 
     @staticmethod
     def of(anchor: Anchor) -> "Fixed":
-        a = anchor
-        return Fixed(a.alpha, a.hess, a.roots, a.kernel_diagonal, a.error, a.problem.ridge)
+        a, ridge = anchor, anchor.problem.ridge
+        return Fixed(a.N, a.alpha, a.n_alpha, a.hess, a.roots, a.kernel_diagonal, a.error, ridge)
 
 
 def step_on_host(
-    anchor: Anchor, gone: Gone, alpha: np.ndarray, point: int, share: Any, kept: np.ndarray
+    fixed: Fixed, gone: Gone, alpha: np.ndarray, point: int, share: Any, kept: np.ndarray
 ) -> tuple[Gone, Step]:
     """Leave out one point of the given share of the weight; `kept` marks the points that are left."""
-    c, used = alpha.shape[1], gone.count * alpha.shape[1]
-    rows = slice(point * c, (point + 1) * c)
-    fixed = Fixed(*map(np.asarray, Fixed.of(anchor)))
-    own = (gone.C[: gone.count] @ gone.Y[:used, rows].reshape(-1, c, c)).reshape(used, c)
-    new = gone.Y[used : used + c]
-    np.matmul(own.T, gone.Y[:used], out=new)
-    new += np.asarray(anchor.N)[rows]
-    given = (alpha, gone.v, gone.force, share, kept, point)
-    step = make_step(np, _solve, fixed, new.T, own, *given)
-    gone.C[gone.count] = step.C
-    return replace(gone, v=step.v, force=step.force, count=gone.count + 1), step
+    c, count = alpha.shape[1], gone.count
+    used, end, own = count * c, (count + 1) * c, slice(point * c, (point + 1) * c)
+    rows, T, forces = gone.rows[:end], gone.T[:end, :end], gone.forces[:end]
+    rows[used:], gone.points[count] = fixed.N[own], point
+    T[used:, :used] = next_row(T[:used, :used], gone.C[:count], rows[:used, own])
+    T[used:, used:] = np.eye(c)
+    held = (rows, rows[:, own], T[used:], forces, gone.points[: count + 1])
+    step = make_step(HOST, fixed, *held, alpha, share, kept, point)
+    gone.C[count], forces = step.C, gone.forces.copy()
+    forces[:end] = step.forces
+    return replace(gone, forces=forces, count=count + 1), step
 
 
 def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
@@ -127,62 +149,85 @@ def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
         return np.full_like(B, np.nan)
 
 
+def _spread(like: np.ndarray, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    spread = np.zeros_like(like)
+    spread[points] = rows.reshape(len(points), -1)
+    return spread
+
+
+HOST = Algebra(np, lambda A, B: _solve(A, B), _spread)
+
+
+def next_row(T: Any, C: Any, seen: Any) -> Any:
+    """Of `T`, left of its diagonal, for a point at which the rows of `N` are `seen`."""
+    c = seen.shape[1]
+    held = (C @ (T @ seen).reshape(-1, c, c)).reshape(-1, c)
+    return held.T @ T
+
+
 def make_step(
-    xp: Any,
-    solve: Any,
+    algebra: Algebra,
     fixed: Fixed,
-    column: Any,
-    own: Any,
+    rows: Any,
+    seen: Any,
+    row: Any,
+    forces: Any,
+    points: Any,
     alpha: Any,
-    v: Any,
-    force: Any,
     share: Any,
     kept: Any,
     i: Any,
 ) -> Step:
-    """The formulas of this file's head in NumPy or JAX, with a solver for the system of one point.
+    """The formulas of this file's head, for a point whose own `rows` and `row` of `T` are there already.
 
-    `column` is `N[:, i]`, and `own` is `CYᵀ` there, of all points eliminated so far.
+    `seen` is `rows` at the point.
     """
-    start, ridge = fixed.alpha, fixed.ridge
-    (n, c), W, R, scale = start.shape, fixed.hess[i], fixed.roots[i], ridge * share
-    N_i = column.reshape(n, c, c)[i]
-    C = R @ solve(xp.eye(c, dtype=column.dtype) - R.T @ N_i @ R, R.T)
-    C, v_b = 0.5 * (C + C.T), scale * v
-    right = -ridge * alpha[i] - scale * start[i] + W @ v_b[i]
+    xp, start, ridge = algebra.xp, fixed.alpha, fixed.ridge
+    W, R, scale = fixed.hess[i], fixed.roots[i], ridge * share
+    # The changed inverse at the point, and its product with the forces of the anchor's α.
+    N_i, v_i = row @ seen, fixed.n_alpha[i] + forces @ seen
+    C = R @ algebra.solve(xp.eye(R.shape[0], dtype=R.dtype) - R.T @ N_i @ R, R.T)
+    C = 0.5 * (C + C.T)
+    right = scale * (W @ v_i - start[i]) - ridge * alpha[i]
     tau = right + C @ (N_i @ right)
-    k_delta = v_b + (column @ tau).reshape(n, c)
-    b = scale * start * kept[:, None]
-    others = (b - (fixed.hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
-    delta = xp.where((xp.arange(n) == i)[:, None], -alpha, others)
-    pushed = C @ (column.T @ (start * kept[:, None]).reshape(-1))
-    # By how much the point's own equation is missed, and what that adds to KΔα.
-    missed = alpha[i] + (scale * start[i] + tau - W @ k_delta[i]) / ridge
-    missed = (xp.sqrt(xp.maximum(fixed.diagonal[i], 0)) * xp.abs(missed)).sum()
-    # What the error of N adds: the norm of what it is multiplied with, forces at eliminated points included.
-    held = own @ tau
-    size = xp.sqrt((b**2).sum() + (tau**2).sum() + (held**2).sum() + scale**2 * force)
-    drift = fixed.error * size + missed / float(xp.finfo(column.dtype).eps)
-    v = v + (column @ (pushed - start[i])).reshape(n, c)
-    return Step(delta, k_delta, drift, C, v, xp.asarray(force + (pushed**2).sum()))
+    more = scale * forces + tau @ row
+    k_delta = scale * fixed.n_alpha + (more @ rows).reshape(start.shape)
+    force = scale * start + algebra.spread(start, points, more)
+    wanted = xp.where((xp.arange(start.shape[0]) == i)[:, None], -alpha, 0)
+    delta, drift = _settled(xp, fixed, force, k_delta, kept, wanted)
+    after = forces + (C @ (v_i - N_i @ start[i]) - start[i]) @ row
+    return Step(delta, k_delta, drift, C, after)
 
 
 def make_correction(
-    xp: Any,
-    N: Any,
-    Y: Any,
+    algebra: Algebra,
+    fixed: Fixed,
+    rows: Any,
+    T: Any,
     C: Any,
-    hess: Any,
+    points: Any,
     rho: Any,
     kept: Any,
-    error: Any,
     scale: Any,
-    ridge: Any,
 ) -> tuple[Any, Any, Any]:
-    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and what the error of `N` adds to it."""
-    rho = rho * scale * kept[:, None]
-    flat = rho.reshape(-1)
-    held = (C @ (Y @ flat).reshape(-1, rho.shape[1], 1)).reshape(-1)
-    k_delta = -(N @ flat + held @ Y).reshape(rho.shape)
-    delta = (-rho - (hess @ k_delta[:, :, None])[:, :, 0]) / ridge * kept[:, None]
-    return delta, k_delta, error * xp.sqrt((rho**2).sum() + (held**2).sum())
+    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and its rounding."""
+    rho = -scale * rho * kept[:, None]
+    pushed = (fixed.N @ rho.reshape(-1)).reshape(rho.shape)
+    held = C @ (T @ pushed[points].reshape(-1)).reshape(*C.shape[:2], 1)
+    held = held.reshape(-1) @ T
+    k_delta = pushed + (held @ rows).reshape(rho.shape)
+    force = rho + algebra.spread(rho, points, held)
+    delta, drift = _settled(algebra.xp, fixed, force, k_delta, kept, 0 * rho)
+    return delta, k_delta, drift
+
+
+def _settled(
+    xp: Any, fixed: Fixed, force: Any, k_delta: Any, kept: Any, wanted: Any
+) -> tuple[Any, Any]:
+    """`Δα` of a force, as `wanted` where nothing is kept, and what rounding `KΔα` has."""
+    delta = (force - (fixed.hess @ k_delta[:, :, None])[:, :, 0]) / fixed.ridge
+    settled = xp.where(kept[:, None] > 0, delta, wanted)
+    # By how much equations at eliminated points are missed adds to KΔα, and so does the error of N.
+    missed = (xp.sqrt(xp.maximum(fixed.diagonal, 0)) * xp.abs(settled - delta)).sum()
+    drift = fixed.error * xp.sqrt((force**2).sum()) + missed / float(xp.finfo(force.dtype).eps)
+    return settled, drift
