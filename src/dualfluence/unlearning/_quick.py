@@ -185,18 +185,19 @@ def make_step(
     xp, start, ridge = algebra.xp, fixed.alpha, fixed.ridge
     W, R, scale = fixed.hess[i], fixed.roots[i], ridge * share
     # The changed inverse at the point, and its product with the forces of the anchor's α.
-    N_i, v_i = row @ seen, fixed.n_alpha[i] + forces @ seen
+    both = xp.concatenate([row, forces[None]]) @ seen
+    N_i, v_i = both[:-1], fixed.n_alpha[i] + both[-1]
     C = R @ algebra.solve(xp.eye(R.shape[0], dtype=R.dtype) - R.T @ N_i @ R, R.T)
     C = 0.5 * (C + C.T)
     right = scale * (W @ v_i - start[i]) - ridge * alpha[i]
     tau = right + C @ (N_i @ right)
-    more = scale * forces + tau @ row
+    pushed, held = xp.stack([tau, C @ (v_i - N_i @ start[i]) - start[i]]) @ row
+    more = scale * forces + pushed
     k_delta = scale * fixed.n_alpha + (more @ rows).reshape(start.shape)
     force = scale * start + algebra.spread(start, points, more)
     wanted = xp.where((xp.arange(start.shape[0]) == i)[:, None], -alpha, 0)
     delta, drift = _settled(xp, fixed, force, k_delta, kept, wanted)
-    after = forces + (C @ (v_i - N_i @ start[i]) - start[i]) @ row
-    return Step(delta, k_delta, drift, C, after)
+    return Step(delta, k_delta, drift, C, forces + held)
 
 
 def make_correction(
