@@ -64,6 +64,29 @@ def test_the_first_removal_is_the_newton_step_up_to_the_change_of_ridge():
     assert np.linalg.norm(got.fitted.alpha - want.alpha) <= 2 / 40 * np.linalg.norm(step)
 
 
+def test_every_step_of_a_stream_solves_its_dense_system(either_path):
+    n, c, ridge, gone = 24, 3, 0.05, [3, 17, 4, 20]
+    p = problems.linear_problem(n, c, 30, "softmax", ridge=ridge)
+    engine = Engine(cases.fit(p), drift=100.0)
+    first, K = np.asarray(engine.fitted.alpha), np.asarray(engine.fitted.kernel_op.dense())
+    f = np.asarray(engine.fitted.outputs)
+    prob = np.exp(f) / np.exp(f).sum(axis=1, keepdims=True)
+    W = np.zeros((n * c, n * c))
+    for i in range(n):
+        own = slice(i * c, (i + 1) * c)
+        W[own, own] = (np.diag(prob[i]) - np.outer(prob[i], prob[i])) / n
+    for k, point in enumerate(gone):
+        before = np.asarray(engine.fitted.alpha)
+        assert run(engine, [point]) == ["closed form"]
+        # `λΔα + WKΔα = λmα₀` where points are left; the point loses all that it has, those before it nothing.
+        kept = np.repeat(~np.isin(np.arange(n), gone[: k + 1]), c)
+        A, want = ridge * np.eye(n * c) + W @ K, np.zeros((n, c))
+        want[point] = -before[point]
+        right = (ridge / n * first.ravel() - A @ want.ravel())[kept]
+        want.ravel()[kept] = np.linalg.solve(A[np.ix_(kept, kept)], right)
+        np.testing.assert_allclose(engine.fitted.alpha - before, want, rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
 def test_a_named_distance_is_reached(loss_name):
     p = problems.linear_problem(24, 2, 30, loss_name, ridge=0.05)
