@@ -260,6 +260,19 @@ def test_failing_at_one_percentage_is_not_failing(everything_fig3):
     assert check((0.1, 3.0)) == "does not hold"
 
 
+def test_only_an_indefinite_hessian_is_said_to_stop_a_solve(everything_fig3):
+    notes = {
+        PARAMETER: "indefinite Hessian: stopped early",
+        ITERATED: "rounding in float32 made a matrix indefinite: shifted by 2.9e-03",
+    }
+    for piece in everything_fig3["pieces"].values():
+        details = {name: {"iterations": 14, "notes": [note]} for name, note in notes.items()}
+        piece["values"]["details"] = details
+    said = {c.text.split(" fails at")[0]: c.evidence for c in CLAIMS["fig3"](everything_fig3)}
+    assert "the Hessian is indefinite there" in said[PARAMETER]
+    assert "the Hessian is indefinite there" not in said[ITERATED]
+
+
 @pytest.fixture
 def everything_fig3():
     """Two ridges and two percentages, made up."""

@@ -151,7 +151,8 @@ def _fails(results: dict[str, Any], ridge: float, name: str, source: str) -> Cla
         return Claim(text, source, UNKNOWN, "")
     evidence = f"distance over the change to be made: {span(ratios)}"
     _, details = series(results, f"ridge/{ridge:g}", lambda v: v["details"].get(name))
-    stopped = [d["iterations"] for d in details if any("indefinite" in n for n in d["notes"])]
+    early = lambda d: any(note.startswith("indefinite Hessian") for note in d["notes"])  # noqa: E731
+    stopped = [d["iterations"] for d in details if early(d)]
     if stopped:
         evidence += (
             f"; the Hessian is indefinite there, so our conjugate gradients stop, after "
