@@ -8,8 +8,12 @@ import cases
 import dualfluence as dfl
 import problems
 from dualfluence.dual import _newton
+from dualfluence.losses._factors import DiagonalFactor
+from dualfluence.operators._dense import DenseOperator
 from dualfluence.solvers import _auto
-from dualfluence.solvers._gathered import rows_that_count
+from dualfluence.solvers._base import LinearSystem
+from dualfluence.solvers._gathered import Gathered, rows_that_count
+from dualfluence.solvers._preconditioner import NoPreconditioner
 
 N, C = 20, 3
 REMOVALS = {"50 %": np.arange(0, 20, 2), "90 %": np.arange(2, 20), "all but one": np.arange(19)}
@@ -56,6 +60,21 @@ def test_iterated_steps_reach_retraining_on_the_block(monkeypatch):
     want = cases.retrain(p, cases.without(p, gone))
     assert "of 20 points" in update.stats.solver
     assert np.linalg.norm(np.asarray(update.params()) - want) <= 1e-10
+
+
+def test_a_loose_solve_is_loose_next_to_the_right_hand_side_of_the_whole():
+    rng, n, kept, ridge = np.random.default_rng(0), 60, np.arange(0, 60, 3), 1e-2
+    J = rng.normal(size=(n, 80)) * np.geomspace(10, 0.1, 80)
+    K, w = J @ J.T, np.isin(np.arange(n), kept) / len(kept)
+    # As in a removal: next to nothing at the points that are left, and all of `λα` at the others.
+    b = ridge * np.where(w > 0, 1e-3, 1) * rng.normal(size=n)
+    op = DenseOperator(jnp.asarray(K), 1)
+    factor = DiagonalFactor(jnp.sqrt(jnp.asarray(w))[:, None])
+    given = (jnp.asarray(ridge), jnp.asarray(b)[:, None], jnp.asarray(K @ b)[:, None])
+    system = LinearSystem(op, factor, *given, NoPreconditioner(), jnp.asarray(0.1))
+    step = np.asarray(Gathered(dfl.CG(), kept).solve(system).value)[:, 0]
+    left = b - ridge * step - w * (K @ step)
+    assert np.linalg.norm(left) <= 0.1 * np.linalg.norm(b)
 
 
 def test_refined_solves_gather_too(monkeypatch):

@@ -10,6 +10,10 @@ from jaxtyping import Array, Int
 from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
+FINE = 1e-4
+"""Relative residual from which a solve is good enough whatever its right-hand side. A tenth of it costs loose
+solves a few iterations."""
+
 
 class Gathered(AbstractDualSolver):
     r"""`inner` on the rows `S` alone, which must hold every point with a weight.
@@ -31,10 +35,14 @@ class Gathered(AbstractDualSolver):
         block, factor_s, b_s = op.take(rows), take(system.factor), system.b[rows]
         k_sf = (system.k_b[rows] - block.mv(b_s)) / ridge
         rhs = b_s - factor_s.hess_mv(k_sf)
-        pre = take(system.preconditioner)
-        part = self.inner.solve(
-            LinearSystem(block, factor_s, ridge, rhs, block.mv(rhs), pre, system.rtol)
+        # What is left is to be small next to `b`. Next to `rhs`, which can be a hundred times larger, a loose
+        # solve need not lead downhill.
+        share = jnp.linalg.norm(system.b) / jnp.maximum(jnp.linalg.norm(rhs), _tiny(rhs))
+        rtol = jnp.maximum(system.rtol * jnp.minimum(share, 1), jnp.minimum(system.rtol, FINE))
+        system_s = LinearSystem(
+            block, factor_s, ridge, rhs, block.mv(rhs), take(system.preconditioner), rtol
         )
+        part = self.inner.solve(system_s)
         value = (system.b / ridge).at[rows].set(part.value)
         return Solution(
             value=value,
@@ -49,6 +57,10 @@ class Gathered(AbstractDualSolver):
 
     def describe(self, op: AbstractKernelOperator) -> str:
         return f"{self.inner.describe(op)} on {self.rows.shape[0]} of {op.num_points} points"
+
+
+def _tiny(like: Array) -> float:
+    return float(jnp.finfo(like.dtype).tiny)
 
 
 def rows_that_count(weights: np.ndarray) -> np.ndarray | None:
