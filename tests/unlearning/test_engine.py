@@ -156,7 +156,10 @@ def test_on_an_accelerator_a_removal_is_one_program_and_compiles_nothing_again(m
     assert sum(bool(re.match(r"Compiling (jit\()?less\b", line)) for line in caplog.messages) == 1
 
 
-def test_a_step_that_fails_is_answered_by_edit_and_leaves_nothing_behind(either_path, monkeypatch):
+@pytest.mark.parametrize("gone", [[3], [3, 4, 5]], ids=str)
+def test_a_step_that_fails_is_answered_by_edit_and_leaves_nothing_behind(
+    either_path, gone, monkeypatch
+):
     p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
     engine, whole = Engine(cases.fit(p)), Engine(cases.fit(p))
     with monkeypatch.context() as patch:
@@ -165,10 +168,10 @@ def test_a_step_that_fails_is_answered_by_edit_and_leaves_nothing_behind(either_
         patch.setattr(_programs, "solve_small", none)
         patch.setattr(_quick, "_solve", none)
         engine.work = engine.work._replace(programs=_programs.Programs(engine.work.anchor))
-        work = engine.propose([dfl.Remove([3])])
+        work = engine.propose([dfl.Remove(gone)])
     _programs._compiled.cache_clear()
     assert work.how == "edit, and a new factorisation"
-    assert true_distance(p, work.fitted, [3]) <= work.fitted.certificate.distance_bound
+    assert true_distance(p, work.fitted, gone) <= work.fitted.certificate.distance_bound
     # Not accepted: the next request is as if this one had never been.
     engine.work = engine.work._replace(programs=_programs.Programs(engine.work.anchor))
     run(engine, [7, 8])

@@ -192,7 +192,9 @@ def _less(
         row = jax.lax.dynamic_update_slice_in_dim(row, jnp.eye(c, dtype=T.dtype), place * c, axis=1)
         held = (rows, seen, row, forces, points)
         step = make_step(DEVICE, Fixed.of(anchor), *held, alpha, share, kept, point)
-    T = jax.lax.dynamic_update_slice_in_dim(T, row, place * c, axis=0)
+    # A step that failed is seen in its state. In scratch it would be seen in later ones: zero times NaN.
+    sound = jnp.where(jnp.isfinite(row), row, 0)
+    T = jax.lax.dynamic_update_slice_in_dim(T, sound, place * c, axis=0)
     C = jax.lax.dynamic_update_slice_in_dim(C, step.C[None], place, axis=0)
     state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
     found = Found(state, *_judged(anchor, state, shares / jnp.sum(shares)))
