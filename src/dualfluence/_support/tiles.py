@@ -8,6 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array
 
 from .compile import jit
@@ -21,6 +22,8 @@ def even_size(n: int, size: int) -> int:
 
 def pad_rows(x: Any, start: int, size: int) -> Array:
     """Rows `start:start+size` of `x`, the last repeated past the end: one shape, one compile."""
+    if start == 0 and size == x.shape[0]:
+        return jnp.asarray(x)
     rows = x[start : start + size]
     missing = size - rows.shape[0]
     if missing == 0:
@@ -28,11 +31,19 @@ def pad_rows(x: Any, start: int, size: int) -> Array:
     return jnp.concatenate([jnp.asarray(rows), jnp.repeat(jnp.asarray(rows[-1:]), missing, axis=0)])
 
 
+def _cut(tile: Array, rows: int, cols: int) -> Array:
+    """The first `rows` and `cols` of a tile: what is past them belongs to copies of the last point."""
+    for axis, size in ((0, rows), (tile.ndim // 2, cols)):
+        if size < tile.shape[axis]:
+            tile = lax.slice_in_dim(tile, 0, size, axis=axis)
+    return tile
+
+
 @partial(jit, donate_argnums=0)
 def _put(result: Array, tile: Array, row: Array, col: Array) -> Array:
     """`tile` written into `result` in place: one update a program, since two in one may copy it."""
     zeros = [jnp.zeros_like(row)] * (result.ndim // 2 - 1)
-    return jax.lax.dynamic_update_slice(result, tile, (row, *zeros, col, *zeros))
+    return lax.dynamic_update_slice(result, tile, (row, *zeros, col, *zeros))
 
 
 @jit
@@ -59,7 +70,9 @@ def fill_kernel(
 
     **Arguments:**
 
-    - `block`: a jitted function of two batches with exactly `tile[0]` and `tile[1]` rows.
+    - `block`: a jitted function of two batches. They always have exactly `tile[0]` and `tile[1]` rows:
+      a batch that reaches past the last point is filled up with copies of it, and what `block` returns
+      for the copies is cut off.
     - `x1`, `x2`: inputs with the points on axis 0; `x2=None` means `x2 = x1`, a symmetric kernel:
       only tiles on and above the diagonal are computed, the rest are their transposes.
     - `tail`: output axes per point, `()` or `(c,)`.
@@ -78,7 +91,7 @@ def fill_kernel(
     half = 1 if flat else 1 + len(tail)
     shape = (n1 * each, n2 * each) if flat else (n1, *tail, n2, *tail)
     if out == "device" and tile[0] >= n1 and tile[1] >= n2:
-        return _only_tile(block, x1, right, label, progress).reshape(shape)
+        return _only_tile(block, x1, x2, tile, label, progress).reshape(shape)
     result: Any = np.empty(shape, dtype) if out == "host" else jnp.empty(shape, dtype)
     starts = [
         (i, j)
@@ -94,8 +107,7 @@ def fill_kernel(
     with Ticker(len(starts), label, progress) as ticker:
         for i, j in starts:
             value = block(pad_rows(x1, i, tile[0]), pad_rows(right, j, tile[1]))
-            value = jax.lax.slice_in_dim(value, 0, min(tile[0], n1 - i), axis=0)
-            value = jax.lax.slice_in_dim(value, 0, min(tile[1], n2 - j), axis=1 + len(tail))
+            value = _cut(value, n1 - i, n2 - j)
             if flat:
                 value = value.reshape(value.shape[0] * each, -1)
             mirrored = symmetric and i != j
@@ -118,12 +130,16 @@ def fill_kernel(
 def _only_tile(
     block: Callable[[Array, Array], Array],
     x1: Any,
-    x2: Any,
+    x2: Any | None,
+    tile: tuple[int, int],
     label: str,
     progress: bool | ProgressFn,
 ) -> Array:
     """A kernel that is one tile, as it comes: copied into a result of its own it would be held twice."""
     with Ticker(1, label, progress) as ticker:
-        value = jax.block_until_ready(block(jnp.asarray(x1), jnp.asarray(x2)))
+        left = pad_rows(x1, 0, tile[0])
+        right = left if x2 is None else pad_rows(x2, 0, tile[1])
+        value = _cut(block(left, right), x1.shape[0], (x1 if x2 is None else x2).shape[0])
+        jax.block_until_ready(value)
         ticker.tick()
     return value
