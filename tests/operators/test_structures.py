@@ -16,9 +16,10 @@ EXACT = 1e-9
 """Relative to the size of `K`: far above the rounding of any order of summation, far below an error."""
 
 
-@pytest.fixture(params=STRUCTURES, ids=str)
-def case(request, tmp_path):
-    return STRUCTURES[request.param](tmp_path)
+@pytest.fixture(scope="module", params=STRUCTURES, ids=str)
+def case(request, tmp_path_factory):
+    """Made once: a structure is frozen, whatever it is asked."""
+    return STRUCTURES[request.param](tmp_path_factory.mktemp("structure"))
 
 
 def matrix(case, rows=None):
