@@ -12,6 +12,8 @@ import cases
 import dualfluence as dfl
 import problems
 
+pytestmark = pytest.mark.host
+
 N = 20
 
 

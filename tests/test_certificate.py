@@ -2,6 +2,7 @@
 
 import equinox as eqx
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def _bound_and_distance(loss_name, seed, ridge, weighted, steps, gone):
     return float(update.certificate.distance_bound), max(distance - left, 0.0)
 
 
+@pytest.mark.thorough
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(problem_settings)
 def test_bound_is_never_below_the_true_distance(drawn):

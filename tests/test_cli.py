@@ -22,6 +22,8 @@ from dualfluence.apps.compare._names import (
 )
 from dualfluence.apps.demo import METHODS, run_demo, write_page
 
+pytestmark = pytest.mark.host
+
 runner = CliRunner()
 
 
@@ -87,6 +89,7 @@ def result():
     return run_demo(points=30, widths=(784, 16, 10), percentages=(10.0, 50.0))
 
 
+@pytest.mark.thorough
 def test_demo_compares_every_method_with_retraining(result):
     outcomes = result["outcomes"]
     assert [o["method"] for o in outcomes] == list(METHODS) * 2
@@ -102,6 +105,7 @@ def test_demo_compares_every_method_with_retraining(result):
     json.dumps(result)
 
 
+@pytest.mark.thorough
 def test_demo_tells_which_points_and_which_labels(result):
     story, wrong_first = result["story"], (False, True)
     assert 0.2 < story["test_accuracy"] <= 1
@@ -117,6 +121,7 @@ def test_demo_tells_which_points_and_which_labels(result):
     assert labels["auc"] > 0.6
 
 
+@pytest.mark.thorough
 def test_demo_page_is_self_contained(result, tmp_path):
     write_page(result, tmp_path / "index.html")
     page = (tmp_path / "index.html").read_text()

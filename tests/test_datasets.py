@@ -15,6 +15,8 @@ import pytest
 from dualfluence import datasets
 from dualfluence.datasets import _cifar10, _files, _mnist
 
+pytestmark = pytest.mark.host
+
 MNIST_FILES = [file.name for file in _mnist.FILES.values()]
 CIFAR_FILES = [*_cifar10.TRAIN_FILES, _cifar10.TEST_FILE]
 

@@ -22,12 +22,15 @@ sys.path.insert(0, str(DOCS / "_ext"))
 from markdown_docstrings import to_rest  # noqa: E402
 from public import public_names, public_namespaces  # noqa: E402
 
+pytestmark = pytest.mark.host
+
 DIRECTIVE = re.compile(r"^```\{namespace\} (\S+)\n(.*?)```$", re.DOTALL | re.MULTILINE)
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 ILLUSTRATED = {"adapters.md"}
 """Pages whose lines need frameworks and a reader's own model; `tests/adapters` runs such lines."""
+LONG = {"inputs.md", "penalty.md"}
 
 NAMESPACES = public_namespaces()
 
@@ -91,8 +94,11 @@ def test_the_examples_of_the_readme_run():
 
 @pytest.mark.parametrize(
     "page",
-    [p for p in PAGES if FENCED.search(p.read_text()) and p.name not in ILLUSTRATED],
-    ids=lambda p: p.name,
+    [
+        pytest.param(p, marks=[pytest.mark.thorough] * (p.name in LONG), id=p.name)
+        for p in PAGES
+        if FENCED.search(p.read_text()) and p.name not in ILLUSTRATED
+    ],
 )
 def test_the_examples_of_the_pages_run(page):
     run(FENCED.findall(page.read_text()), page.name)

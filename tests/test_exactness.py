@@ -158,6 +158,7 @@ def test_one_step_is_the_papers_influence_function(loss_name, gone):
     np.testing.assert_allclose(ours.delta_alpha[gone], -alpha[gone], rtol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss_name", ["squared", "softmax", "logistic"])
 @pytest.mark.parametrize("gone", [REMOVALS["50 %"], REMOVALS["90 %"]], ids=["50 %", "90 %"])
 def test_kronecker_factorisations_agree_with_cg_and_dense(loss_name, gone):

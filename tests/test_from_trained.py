@@ -152,6 +152,7 @@ def test_integer_leaves_and_chosen_leaves():
     np.testing.assert_allclose(net(new, x), fitted.outputs, rtol=1e-9)  # linear in v: exact
 
 
+@pytest.mark.thorough
 def test_batches_do_not_change_the_answer():
     theta_0, x, y = _network()
     options = {"loss": dfl.SquaredError(), "ridge": 0.1, "kernel": "matrix-free"}
@@ -247,6 +248,7 @@ def _chain(p, rng):
     yield dfl.Add(p.x_q, p.y_q), x, y, s
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::dualfluence.FidelityWarning")
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(drawn_cases)

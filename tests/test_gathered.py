@@ -35,6 +35,7 @@ def _edit(fitted, monkeypatch, size, gone, **options):
     return fitted.edit(dfl.Remove(gone), **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("gone", REMOVALS.values(), ids=REMOVALS.keys())
 @pytest.mark.parametrize("solver", [dfl.CG(), dfl.Cholesky()], ids=repr)
 @pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
@@ -77,6 +78,7 @@ def test_a_loose_solve_is_loose_next_to_the_right_hand_side_of_the_whole():
     assert np.linalg.norm(left) <= 0.1 * np.linalg.norm(b)
 
 
+@pytest.mark.thorough
 def test_refined_solves_gather_too(monkeypatch):
     p = problems.linear_problem(N, C, 40, "softmax", ridge=0.05)
     fitted = cases.fit(p, dtype=jnp.float32, kernel=dfl.KernelOptions(refine=True))
@@ -88,6 +90,7 @@ def test_refined_solves_gather_too(monkeypatch):
     assert cases.relative(block.delta_alpha, whole.delta_alpha) < 1e-9
 
 
+@pytest.mark.thorough
 def test_later_requests_of_like_size_compile_nothing(monkeypatch):
     p = problems.linear_problem(23, C, 40, "softmax", ridge=0.05)  # a shape of its own
     fitted = cases.fit(p)

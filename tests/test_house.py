@@ -14,6 +14,8 @@ import pytest
 
 import dualfluence
 
+pytestmark = pytest.mark.host
+
 PACKAGE = Path(dualfluence.__file__).parent
 ORDER = [
     "",

@@ -45,6 +45,7 @@ def test_jacobian_is_the_derivative_of_every_output(data):
         np.testing.assert_allclose(got, truth, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", EDITS)
 def test_read_outs_are_the_same(fitted, data, name):
     x, y, xq = data

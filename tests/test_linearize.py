@@ -21,6 +21,7 @@ class Scaled(eqx.Module):
     scale: float = 2.0
 
 
+@pytest.mark.thorough
 def test_modules_with_functions_among_their_leaves():
     net = eqx.nn.MLP(4, 3, 8, 2, key=jax.random.key(0))
     model = dfl.linearize(lambda m, x: jax.vmap(m)(x), net)

@@ -12,6 +12,8 @@ import pytest
 import oracles
 import problems
 
+pytestmark = pytest.mark.host
+
 EXACT = {"rtol": 1e-9, "atol": 1e-10}
 every_loss = pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
 

@@ -13,6 +13,8 @@ from promises import X, Y, jacobian
 import dualfluence as dfl
 from dualfluence.adapters._adapted import need
 
+pytestmark = pytest.mark.host
+
 
 def mlp():
     return eqx.nn.MLP(5, 3, 4, 1, key=jax.random.key(0))

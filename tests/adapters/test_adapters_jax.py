@@ -15,6 +15,8 @@ from promises import PROMISES, Case, X, Y
 
 import dualfluence as dfl
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 STEPS = 5
 
 

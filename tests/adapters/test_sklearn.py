@@ -10,7 +10,7 @@ import pytest
 
 import dualfluence as dfl
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, pytest.mark.host]
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4))

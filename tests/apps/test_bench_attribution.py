@@ -7,6 +7,8 @@ import pytest
 
 from dualfluence.apps.bench import _attribution, attribution_table, plot_attribution
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 SIZES = (16, 4, (3,), 4, 12, 0.05, 6, 5, 0)
 
 

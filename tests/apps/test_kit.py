@@ -15,6 +15,8 @@ from dualfluence.apps.compare import _look, _names
 from dualfluence.apps.compare._networks import Architecture, fully_connected, make_network
 from dualfluence.apps.compare._timing import median_repeat, time_calls, time_first_and_repeats
 
+pytestmark = pytest.mark.host
+
 APPS = Path(dfl.__file__).parent / "apps"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 

@@ -11,6 +11,8 @@ import dualfluence as dfl
 import problems
 from dualfluence.apps.paper import PaperCG, PaperDirect, PaperFull, remove
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 FORMS = (PaperDirect(), PaperCG(), PaperFull())
 SHAPES = ((8, 2, 5), (9, 2, 1), (6, 3, 4))
 """Points, outputs and parameters; fewer parameters than rows of `K`, which lacks full rank."""

@@ -32,6 +32,8 @@ from dualfluence.apps.paper._methods import RELEASED_PRECISION
 from dualfluence.apps.paper._results import ResultsFolder, plain, read_results, write_json
 from dualfluence.apps.paper._verdicts import PARTLY, PublishedValue
 
+pytestmark = pytest.mark.host
+
 FIFTY_TIMES = f"warm: {ONE_STEP} is at least 50 times faster than {PAPER_RELEASED}"
 TINY = Data("mnist-small", (3, 8), 6, 4)
 ROW = Row("fcnn", TINY, Architecture("fcnn", 1, 16), Training("squared", 0.1, 0.05, 30))
@@ -111,6 +113,7 @@ def check_outcome(out, names):
     assert not [p for p in out.rglob("*") if p.name.endswith(".tmp")]
 
 
+@pytest.mark.thorough
 def test_experiments_leave_json_figure_and_report(folder):
     check_outcome(folder, ("fig2",))
     assert "Not run: fig1, fig3, fig4, linear" in (folder / "report.html").read_text()
@@ -145,6 +148,7 @@ def test_fig4_estimates_lie_on_the_diagonal(everything):
         )
 
 
+@pytest.mark.thorough
 def test_fig2_trains_both_from_the_same_start(folder):
     values = read_results(folder, "fig2")["pieces"]["ridge/0.01"]["values"]
     assert values["epoch"] == [0, 10, 20]
@@ -153,6 +157,7 @@ def test_fig2_trains_both_from_the_same_start(folder):
     assert values["gradient_network"][0] == pytest.approx(values["gradient_linear"][0], rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_fig2_follows_other_initialisations_at_the_largest_ridge(folder):
     results = read_results(folder, "fig2")
     same, other = (results["pieces"][f"seed/{seed}"]["values"] for seed in (0, 1))
@@ -292,6 +297,7 @@ def test_figure_and_report_need_only_the_json(tmp_path):
     assert "Smoke scale" not in page
 
 
+@pytest.mark.thorough
 def test_an_interrupted_run_continues_where_it_stopped(tmp_path, monkeypatch):
     from dualfluence.apps.paper import _run_fig2
 
@@ -341,6 +347,7 @@ def test_the_ridge_term_is_judged_apart_from_curvature(missing, want):
     assert claim.verdict == want
 
 
+@pytest.mark.thorough
 def test_a_damaged_piece_is_computed_again(tmp_path):
     assert go("linear", tmp_path)
     path = tmp_path / "pieces" / "linear" / "squared-50.json"
@@ -356,6 +363,7 @@ def test_plots_only_needs_results(tmp_path):
         reproduce("fig1", out=tmp_path, plots_only=True, progress=False)
 
 
+@pytest.mark.thorough
 def test_a_run_without_results_leaves_earlier_ones(tmp_path):
     assert go("linear", tmp_path)
     before = (tmp_path / "linear.json").read_text()

@@ -6,6 +6,8 @@ import pytest
 import dualfluence as dfl
 from dualfluence.apps.paper._results import ResultsFolder, read_results, write_json
 
+pytestmark = pytest.mark.host
+
 
 def test_a_damaged_cache_is_computed_again(tmp_path):
     want = [np.arange(6.0).reshape(2, 3), np.array(3)]

@@ -13,6 +13,8 @@ from dualfluence.apps.attribute._commands import register
 from dualfluence.apps.attribute._data import Data, load_data, load_model
 from dualfluence.attribution import evaluate
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 APP = typer.Typer()
 register(APP)
 

@@ -12,6 +12,8 @@ import pytest
 
 from dualfluence.attribution import Trajectory, evaluate
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 CHECKPOINTS, SLICES = 40, 30
 
 

@@ -9,7 +9,7 @@ from dualfluence.apps.attribute._audit import audit
 from dualfluence.apps.attribute._data import Data, load_model
 from dualfluence.attribution import evaluate
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,8 @@ import pytest
 
 import dualfluence as dfl
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 N, D, C, DECAY = 60, 8, 3, 0.1
 X = jnp.asarray(RNG.normal(size=(N, D)))

@@ -12,6 +12,8 @@ import problems
 from dualfluence.dual._auto_ridge import auto_ridge, is_auto
 from dualfluence.dual._ridge_path import GRID
 
+pytestmark = pytest.mark.thorough
+
 N, C = 14, 2
 
 

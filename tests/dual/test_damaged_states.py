@@ -14,6 +14,8 @@ import problems
 from dualfluence._support import archive
 from dualfluence.dual import _file
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture(scope="module")
 def case():

@@ -11,6 +11,8 @@ import dualfluence as dfl
 from dualfluence.dual import _newton
 from dualfluence.operators._layout import MAX_SPARE, MIN_SPARE, rows_for
 
+pytestmark = pytest.mark.thorough
+
 C = 2
 LOSS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.05, "progress": False}
 

@@ -11,6 +11,8 @@ import cases
 import dualfluence as dfl
 import problems
 
+pytestmark = pytest.mark.thorough
+
 GONE, ALSO = [2, 5], [7]
 
 

@@ -20,6 +20,8 @@ import problems
 from dualfluence._support import archive, files
 from dualfluence.operators import MatrixFreeOperator, MixedOperator
 
+pytestmark = pytest.mark.host
+
 
 @pytest.fixture(scope="module")
 def case():
@@ -42,6 +44,7 @@ def test_round_trip(case, tmp_path, include_kernel):
     assert [f.name for f in tmp_path.iterdir()] == ["a.npz"]
 
 
+@pytest.mark.thorough
 def test_round_trip_of_a_trained_network(tmp_path):
     theta_0 = cases.mlp_params(jax.random.key(0), (5, 8, 2))
     theta = jax.tree.map(lambda t: t + 0.1, theta_0)
@@ -107,6 +110,7 @@ def round_trip(fitted, model, path, **options):
     return again
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("include_kernel", [True, False])
 def test_a_refined_fit_loads_back_refined(tmp_path, include_kernel):
     p = problems.linear_problem(12, 2, 40, "softmax", ridge=0.05)
@@ -117,6 +121,7 @@ def test_a_refined_fit_loads_back_refined(tmp_path, include_kernel):
     assert again.alpha.dtype == jnp.float64
 
 
+@pytest.mark.thorough
 def test_the_form_and_the_precision_of_the_kernel_come_back(tmp_path):
     p, sigma, _ = problems.kronecker_problem(9, 2, 6, "logistic")
     options = {"loss": dfl.Logistic(), "ridge": 0.1, "progress": False}
@@ -132,6 +137,7 @@ def test_the_form_and_the_precision_of_the_kernel_come_back(tmp_path):
         fitted.save(tmp_path / "c.npz", include_kernel=True)
 
 
+@pytest.mark.thorough
 def test_parameters_in_half_precision_and_functions_among_them_come_back(tmp_path):
     theta_0 = {
         "w": jnp.ones((3, 2)),

@@ -106,6 +106,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", SETTINGS)
 def test_every_form_of_the_kernel_removes_like_retraining(name):
     p = problem()
@@ -115,6 +116,7 @@ def test_every_form_of_the_kernel_removes_like_retraining(name):
     assert norm(moved(update.params()) - want) <= update.certificate.distance_bound <= 1e-7
 
 
+@pytest.mark.thorough
 def test_the_jacobian_in_memory_changes_nothing():
     p = problem()
     fitted = fit(p)
@@ -123,6 +125,7 @@ def test_the_jacobian_in_memory_changes_nothing():
     np.testing.assert_allclose(held.predict(p.x_q), fitted.predict(p.x_q), atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["remove", "relabel", "reweight", "replace", "add"])
 def test_every_edit_equals_retraining(kind):
     p, q = problem(), problem(n=14)
@@ -177,6 +180,7 @@ def test_attribution_is_that_of_the_scaled_ridge():
     np.testing.assert_allclose(values, same.values, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("tangent", ["initial", "trained"])
 def test_a_model_trained_elsewhere_is_taken_over(tangent):
     p = problem()
@@ -199,6 +203,7 @@ def test_a_model_trained_elsewhere_is_taken_over(tangent):
     assert left > 1e-4  # the model that was moved away is not at its optimum, and the bound says so
 
 
+@pytest.mark.thorough
 def test_a_nonlinear_network_is_not_taken_for_linear_where_one_parameter_is_free():
     """A large scale makes outputs of a size beside which other nonlinearities look like rounding."""
     params = {"w": jnp.ones((3, 1), jnp.float32), "b": jnp.zeros(1, jnp.float32)}
@@ -228,6 +233,7 @@ def taken_over(p, params):
     return dfl.from_trained(make_model(), params, p.x, p.y, weights=p.sample_weights, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("trained", [False, True])
 def test_files_come_back_and_refuse_another_scale(tmp_path, trained):
     p = problem()
@@ -244,6 +250,7 @@ def test_files_come_back_and_refuse_another_scale(tmp_path, trained):
             dfl.load(tmp_path / "a.npz", other, progress=False)
 
 
+@pytest.mark.thorough
 def test_purging_keeps_parameters_and_later_edits():
     p = problem()
     taken = taken_over(p, fit(p).params())
@@ -254,6 +261,7 @@ def test_purging_keeps_parameters_and_later_edits():
     np.testing.assert_allclose(flat(a), flat(b), atol=1e-10)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("solver", [None, dfl.primal.CG(), dfl.primal.EKFAC()], ids=repr)
 def test_parameter_space_solves_the_same_system(solver):
     p = problem("squared")
@@ -288,6 +296,7 @@ def test_parameter_space_solves_the_same_system(solver):
         np.testing.assert_allclose(update.predict(p.x_q), p.f0_q + p.J_q @ want, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_published_parameters_are_noisy_in_the_norm_of_the_certificate():
     fitted = fit(problem())
     rng = np.random.default_rng(0)
@@ -296,6 +305,7 @@ def test_published_parameters_are_noisy_in_the_norm_of_the_certificate():
     np.testing.assert_allclose(np.std(draws, axis=0), 0.1 * np.sqrt(P), rtol=0.13)
 
 
+@pytest.mark.thorough
 def test_a_free_intercept_meets_the_optimum_without_its_ridge():
     """Against Newton's method on weights and an intercept that nothing pulls."""
     rng = np.random.default_rng(0)
@@ -327,6 +337,7 @@ def _free_newton(x, y, ridge):
     return theta
 
 
+@pytest.mark.thorough
 def test_a_desk_and_its_verification_know_the_scale(tmp_path):
     p = problem()
     with dfl.unlearning.open(tmp_path / "desk", fit(p)) as desk:

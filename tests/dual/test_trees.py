@@ -15,6 +15,8 @@ import dualfluence as dfl
 import oracles
 from dualfluence._support.points import Form, form_of, is_tree
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 N, T, V, D, C = 10, 5, 7, 4, 3
 RIDGE = 0.05

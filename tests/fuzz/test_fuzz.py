@@ -11,6 +11,8 @@ import relu_fits
 import run
 import truth
 
+pytestmark = pytest.mark.host
+
 PROBLEMS, MANY = 200, 5000
 FITS, MANY_FITS = 60, 2000
 
@@ -27,7 +29,14 @@ def chunks(count):
     return range(-(-count // random_problems.CHUNK))
 
 
-@pytest.mark.parametrize("chunk", chunks(PROBLEMS))
+QUICK = {0, 2, 4, 7}
+"""Chunks of a few seconds, every second family of problems among them."""
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(k, marks=[pytest.mark.thorough] * (k not in QUICK)) for k in chunks(PROBLEMS)],
+)
 def test_random_problems_are_certified_rightly_and_never_refused(chunk):
     first = chunk * random_problems.CHUNK
     records = [checker.check_problem(i) for i in range(first, first + random_problems.CHUNK)]
@@ -36,6 +45,7 @@ def test_random_problems_are_certified_rightly_and_never_refused(chunk):
     assert sum(r.certificates for r in records) >= len(records)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk", chunks(FITS))
 def test_fits_of_ordinary_networks_are_never_refused(chunk):
     first = chunk * random_problems.CHUNK

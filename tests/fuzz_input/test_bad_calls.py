@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 HARNESS = Path(__file__).parent / "harness.py"
 
 

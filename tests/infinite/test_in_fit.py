@@ -32,6 +32,7 @@ def fit(x, y, solver, **options):
     return dfl.fit(NET, x, y, loss=loss, ridge=1e-2, solver=solver, progress=False, **options)
 
 
+@pytest.mark.thorough
 def test_cholesky_and_cg_agree_on_fit_edit_and_queries():
     x, y, queries = digits(40)
     direct, iterative = fit(x, y, Cholesky()), fit(x, y, CG(), rtol=1e-12)
@@ -81,6 +82,7 @@ def test_memory_of_the_solves():
     assert solve_bytes(n, 10, CG()) < 2
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_cholesky_and_cg_agree_on_two_thousand_points():
     jax.config.update("jax_disable_most_optimizations", False)

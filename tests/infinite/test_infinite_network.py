@@ -43,6 +43,7 @@ def test_tiles_and_symmetry_equal_one_block():
     np.testing.assert_allclose(net.diagonal(x), np.diag(whole), rtol=1e-13)
 
 
+@pytest.mark.thorough
 def test_image_tiles_equal_one_block():
     net, x = POOLED, normal(5, 6, 6, 2)
     whole = net.kernel_block(x, x[:3])
@@ -70,6 +71,7 @@ def banded(padding):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("padding", "size", "drop", "need"),
     [
@@ -93,6 +95,7 @@ def test_the_band_equals_all_pairs(monkeypatch, padding, size, drop, need):
         np.testing.assert_allclose(narrow, full, rtol=1e-12)
 
 
+@pytest.mark.thorough
 def test_the_band_of_three_pools():
     net = infinite.serial(
         *[infinite.Conv(), infinite.Relu(), infinite.AvgPool((2, 2))] * 3, infinite.Flatten()
@@ -109,6 +112,7 @@ def test_equal_images_meet_exactly_in_a_pooled_network():
     np.testing.assert_allclose(np.diag(pair[:, ::-1]), net.diagonal(x), rtol=2e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "net",
     [
@@ -165,6 +169,7 @@ def wide(kind, form):
     return net, normal(3, 5, 4, 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "form"),
     [

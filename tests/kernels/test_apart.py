@@ -11,6 +11,8 @@ from dualfluence.kernels import empirical_kernel, kernel_block, ntk_mv, traced_k
 from dualfluence.kernels._apart import Apart, proves_apart
 from dualfluence.kernels._params import split_params
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(9, 4)), np.arange(9) % 3
 PARAMS = {"W": jnp.asarray(RNG.normal(size=(4, 6))), "O": jnp.asarray(RNG.normal(size=(6, 3)))}

@@ -7,6 +7,8 @@ import pytest
 
 import dualfluence as dfl
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 X, XQ = RNG.normal(size=(8, 4)), RNG.normal(size=(3, 4))
 Y = RNG.normal(size=(8, 2))

@@ -49,6 +49,7 @@ def model():
     return dfl.linearize(apply, PARAMS, scale=SCALE)
 
 
+@pytest.mark.thorough
 def test_every_form_of_the_kernel_is_that_of_the_scale(model):
     K, K_q = kernel(X, X), kernel(XQ, X)
     v = RNG.normal(size=(N, C))

@@ -10,6 +10,8 @@ from ntk_oracles import jacobian_kernel
 import dualfluence as dfl
 from dualfluence.kernels import empirical_kernel, ntk_mv
 
+pytestmark = pytest.mark.thorough
+
 RNG = np.random.default_rng(0)
 X, Y, XQ = RNG.normal(size=(7, 4)), RNG.normal(size=(7, 2)), RNG.normal(size=(3, 4))
 W = jnp.asarray(RNG.normal(size=(5, 2)))

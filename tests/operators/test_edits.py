@@ -10,6 +10,8 @@ import dualfluence as dfl
 from dualfluence.operators import DenseOperator
 from dualfluence.solvers import AbstractDualSolver
 
+pytestmark = pytest.mark.thorough
+
 RIDGE = 0.2
 Y = np.random.default_rng(5).normal(size=(N + 2, C))
 SOLVERS = {"auto": dfl.Auto(), "cholesky": dfl.Cholesky(), "cg": dfl.CG()}

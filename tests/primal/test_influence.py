@@ -260,6 +260,7 @@ def test_network_read_out_by_finite_differences():
     np.testing.assert_allclose(update.delta_loss(x, y), change, rtol=1e-9)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loss_name", ["softmax", "logistic"])
 def test_agrees_with_one_dual_step(loss_name):
     model, _, x, labels = net_case()

@@ -10,6 +10,8 @@ from jax.flatten_util import ravel_pytree
 import dualfluence as dfl
 from dualfluence.primal import EKFAC, KFAC
 
+pytestmark = pytest.mark.thorough
+
 C = rival_cases.C
 
 

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 
 import networks
 
+pytestmark = pytest.mark.thorough
+
 
 def _places(name):
     apply, params, x = networks.NETWORKS[name]()

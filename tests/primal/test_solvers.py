@@ -8,6 +8,8 @@ import rival_cases
 import dualfluence as dfl
 from dualfluence.primal import CG, EKFAC, KFAC, Arnoldi, LiSSA, Nystrom
 
+pytestmark = pytest.mark.thorough
+
 P = 43  # parameters of the dense case
 
 

@@ -22,6 +22,7 @@ def problem():
     return dfl.linearize(network, jax.tree.map(jnp.asarray, params)), x, y
 
 
+@pytest.mark.thorough
 def test_nystrom_of_full_rank_is_the_whole_kernel(problem):
     model, x, y = problem  # 30 parameters: 20 landmarks span all gradients
     small = dfl.fit(dfl.low_rank(model, x, 40), x, y, **LOSS)

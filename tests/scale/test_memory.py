@@ -13,6 +13,8 @@ import dualfluence as dfl
 from dualfluence._support import memory
 from dualfluence.operators import DenseOperator, KroneckerOperator
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 SIZE = 2400
 LOSS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 1e-2, "progress": False}
 OPTIONS = LOSS | {"on_failure": "report", "sketch": dfl.Sketch(8), "solver": dfl.CG()}

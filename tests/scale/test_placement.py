@@ -14,6 +14,8 @@ import pytest
 import dualfluence as dfl
 from dualfluence.operators._layout import Layout, as_mesh, on_mesh
 
+pytestmark = pytest.mark.host
+
 WORKER = Path(__file__).with_name("worker.py")
 POINTS, DEVICES = 77, 8
 
@@ -52,6 +54,7 @@ def in_two_processes(out):
     finish(*[start(out, *each, devices=1) for each in options])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("run", "devices"), [(on_eight_devices, DEVICES), (in_two_processes, 2)])
 def test_same_results_as_one_device_and_no_more_than_its_share(run, devices, one_device, tmp_path):
     """One test for both: the run takes most of a minute, and workers share no fixtures."""

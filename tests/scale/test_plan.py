@@ -125,6 +125,8 @@ def measure(form, n, c, width, folder):
     return max(peak for _, peak in peaks) + outside, model.num_params
 
 
+@pytest.mark.host
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("form", "n", "c", "width"),
     [

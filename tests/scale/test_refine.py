@@ -8,6 +8,8 @@ import pytest
 import dualfluence as dfl
 from dualfluence.operators import DenseOperator, MixedOperator
 
+pytestmark = pytest.mark.thorough
+
 
 def problem(n=60, c=3, seed=0):
     rng = np.random.default_rng(seed)

@@ -18,6 +18,8 @@ from dualfluence._support.files import locked
 from dualfluence._support.options import check_count
 from dualfluence.store import StoreError, _build
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 HERE = Path(__file__).parent
 TILES = 16 * 17 // 2
 """Tiles of the worker's kernel."""

@@ -18,6 +18,8 @@ import dualfluence as dfl
 from dualfluence.store import StoreError
 from dualfluence.store._build import IN_FLIGHT
 
+pytestmark = pytest.mark.host
+
 HERE = Path(__file__).parent
 
 
@@ -55,6 +57,7 @@ def test_stored_kernel_is_the_kernel(problem, tmp_path, tile):
     assert op.num_bytes <= 69 * 69 * 8
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["network", "kronecker"])
 def test_fit_and_every_edit_from_disk_equal_those_in_memory(problem, tmp_path, kind):
     model, x, y = problem
@@ -79,6 +82,7 @@ def test_fit_and_every_edit_from_disk_equal_those_in_memory(problem, tmp_path, k
     np.testing.assert_allclose(twice.predict(x[:4]), want.predict(x[:4]), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_killed_at_ten_random_moments_resumes_bit_identical(tmp_path):
     def start(path, log, seconds):
         command = [sys.executable, str(HERE / "build_worker.py"), str(path), str(log), str(seconds)]

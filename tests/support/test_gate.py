@@ -9,6 +9,8 @@ import dualfluence as dfl
 from dualfluence._support.checks import as_array, as_dtype, as_jax, check_finite
 from dualfluence._support.options import check_count, check_key, check_path, check_positive
 
+pytestmark = pytest.mark.host
+
 # Under its old name in older versions of JAX.
 x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
 

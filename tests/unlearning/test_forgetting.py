@@ -15,6 +15,8 @@ import problems
 from dualfluence.apps.compare import _forget_linear, _forget_network
 from dualfluence.unlearning import _metrics
 
+pytestmark = pytest.mark.thorough
+
 
 def test_margins_are_those_of_the_definition():
     z = np.array([[1.0, 2.0, 0.5], [0.0, -1.0, 3.0]])

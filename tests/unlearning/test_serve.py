@@ -25,6 +25,8 @@ from dualfluence.apps.serve._token import is_authorised, read_token
 from dualfluence.unlearning._engine import Engine
 from dualfluence.unlearning._payload import digest_of
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 

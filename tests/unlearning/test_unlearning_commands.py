@@ -9,6 +9,8 @@ import problems
 from dualfluence.apps.cli._app import app
 from dualfluence.apps.serve import _model
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):

@@ -22,7 +22,7 @@ from dualfluence.apps.explore._session import Session
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser")) if p), None)
 TOKEN = "b" * 43
 
-pytestmark = pytest.mark.browser
+pytestmark = [pytest.mark.browser, pytest.mark.host]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from dualfluence.apps.explore._load import load_scene
 from dualfluence.apps.explore._run import serve
 from dualfluence.apps.page import _view
 
+pytestmark = [pytest.mark.thorough, pytest.mark.host]
+
 NETWORK = "dualfluence.apps.attribute.example:small_network"
 
 

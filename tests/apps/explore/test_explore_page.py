@@ -15,6 +15,8 @@ from dualfluence.apps.page._pictures import drawn, png
 from dualfluence.apps.page._scene import Scene
 from dualfluence.apps.page._write import MODULES, one_file, static_files
 
+pytestmark = pytest.mark.host
+
 
 def test_the_files_name_no_other_host():
     for name, text in static_files().items():
@@ -37,6 +39,7 @@ def test_modules_use_only_earlier_ones_and_can_be_joined():
         defined |= own
 
 
+@pytest.mark.thorough
 def test_a_saved_page_holds_everything_once(session):
     session.remove([5])
     page = one_file(session.content())
@@ -52,6 +55,7 @@ def test_a_saved_page_holds_everything_once(session):
     assert content["certificate"]["removed"] == [5]
 
 
+@pytest.mark.thorough
 def test_text_of_the_user_cannot_leave_its_place(digits_scene):
     hostile = "</script><script>alert(1)</script><!--"
     s = digits_scene
@@ -95,6 +99,7 @@ def check_map(fitted, K):
     np.testing.assert_allclose(share, shares, rtol=1e-6)
 
 
+@pytest.mark.thorough
 def test_the_map_is_made_of_kernel_principal_components(digits_scene):
     fitted = digits_scene.fitted
     n, c = fitted.data.num_points, fitted.num_outputs
@@ -102,6 +107,7 @@ def test_the_map_is_made_of_kernel_principal_components(digits_scene):
     check_map(fitted, np.einsum("iaja->ij", K) / c)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["dense", "matrix-free"])
 def test_the_map_needs_no_entries_of_the_kernel(form):
     rng = np.random.default_rng(0)

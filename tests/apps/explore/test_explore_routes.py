@@ -6,6 +6,8 @@ from starlette.testclient import TestClient
 from dualfluence.apps.explore._app import make_app
 from dualfluence.apps.page._write import static_files
 
+pytestmark = pytest.mark.host
+
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 READS = ("start", "scores", "groups", "certificate", "page")
@@ -81,6 +83,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("path", ["remove", "preview"])
 def test_what_is_refused_changes_nothing(client, session, path, name):

@@ -12,6 +12,8 @@ import dualfluence as dfl
 from dualfluence.apps.explore._session import Session, Stale
 from dualfluence.apps.page._scene import Scene
 
+pytestmark = pytest.mark.host
+
 
 def softmax(f):
     e = np.exp(f - f.max(axis=1, keepdims=True))
@@ -181,6 +183,7 @@ def table_scene(loss, y, yq):
     return Scene(fitted, xq, yq, "numbers", "A line")
 
 
+@pytest.mark.thorough
 def test_numbers_are_answers_too():
     rng = np.random.default_rng(1)
     y, yq = rng.normal(size=(12, 1)), rng.normal(size=(4, 1))
@@ -195,6 +198,7 @@ def test_numbers_are_answers_too():
     json.dumps(session.content(), allow_nan=False)
 
 
+@pytest.mark.thorough
 def test_two_classes_by_one_output_are_classes(edited):
     y = (np.arange(12) % 2).astype(float)[:, None]
     session = Session(table_scene(dfl.Logistic(), y, y[:4]))
@@ -207,6 +211,7 @@ def test_two_classes_by_one_output_are_classes(edited):
     assert session.start["classes"] == ["0", "1"]
 
 
+@pytest.mark.thorough
 def test_a_network_without_a_certificate_says_so():
     rng = np.random.default_rng(2)
     x, y = rng.normal(size=(10, 2)), rng.normal(size=(10, 1))
