@@ -42,3 +42,16 @@ def selects(expression, markers):
     """Whether `-m expression` runs a test with these markers."""
     names = set(re.findall(r"\w+", expression)) - {"not", "and", "or"}
     return eval(expression, {"__builtins__": {}}, {name: name in markers for name in names})
+
+
+def table(rows, quick):
+    """Rows for `parametrize`, of which `make test` runs those in `quick` and `make thorough` the others."""
+    left = [row for row in quick if row not in list(rows)]
+    assert not left, f"no rows of this table: {left}"
+    return [
+        pytest.param(
+            *(row if isinstance(row, tuple) else (row,)),
+            marks=[] if row in quick else [pytest.mark.thorough],
+        )
+        for row in rows
+    ]

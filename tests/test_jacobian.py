@@ -7,6 +7,7 @@ import pytest
 
 import cases
 import dualfluence as dfl
+import gates
 
 SIZES = (4, 6, 3)
 EDITS = {
@@ -45,8 +46,7 @@ def test_jacobian_is_the_derivative_of_every_output(data):
         np.testing.assert_allclose(got, truth, atol=1e-12)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", gates.table(EDITS, list(EDITS)[:1]))
 def test_read_outs_are_the_same(fitted, data, name):
     x, y, xq = data
     edit = EDITS[name](x, y)

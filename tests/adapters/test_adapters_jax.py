@@ -14,8 +14,9 @@ from flax.core import freeze
 from promises import PROMISES, Case, X, Y
 
 import dualfluence as dfl
+import gates
 
-pytestmark = [pytest.mark.thorough, pytest.mark.host]
+pytestmark = pytest.mark.host
 
 STEPS = 5
 
@@ -165,7 +166,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=gates.table(CASES, ["equinox"]))
 def case(request):
     return CASES[request.param]()
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
+import gates
 from dualfluence.dual import _newton
 from dualfluence.operators._layout import MAX_SPARE, MIN_SPARE, rows_for
-
-pytestmark = pytest.mark.thorough
 
 C = 2
 LOSS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.05, "progress": False}
@@ -61,7 +60,7 @@ def scratch(form, folder, x, y, weights):
     return dfl.fit(source, x, y, weights=weights, **{**LOSS, **options})
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", gates.table(FORMS, ["dense"]))
 def test_a_stream_of_additions_is_a_fit_of_all_points(form, tmp_path):
     n, added = 20, 3
     x, y = data(n + added)
@@ -100,6 +99,7 @@ FIRST_SIZES = {"dense": 23, "kronecker": 33, "matrix-free": 43, "low rank": 53, 
 """Another size for each, so that none finds what another one has compiled."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FIRST_SIZES)
 def test_a_stream_of_additions_compiles_a_few_times(form, tmp_path, caplog):
     n, added = FIRST_SIZES[form], 8
@@ -135,6 +135,7 @@ def test_capacity_is_bounded():
     assert count <= 2
 
 
+@pytest.mark.thorough
 def test_models_with_spare_rows_save_and_read_out_like_others(tmp_path):
     x, y = data(24, seed=2)
     fitted = dfl.fit(model(), x[:20], y[:20], **LOSS)

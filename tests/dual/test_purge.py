@@ -9,9 +9,8 @@ import pytest
 
 import cases
 import dualfluence as dfl
+import gates
 import problems
-
-pytestmark = pytest.mark.thorough
 
 GONE, ALSO = [2, 5], [7]
 
@@ -35,9 +34,14 @@ def holds(data: bytes, row: np.ndarray) -> bool:
     "options",
     [
         {},
-        {"kernel": "matrix-free", "sketch": dfl.Sketch(8)},
-        {"solver": dfl.CG(), "sketch": dfl.Sketch(8)},
-        {"dtype": jnp.float32, "kernel": dfl.KernelOptions(refine=True)},
+        *gates.table(
+            [
+                {"kernel": "matrix-free", "sketch": dfl.Sketch(8)},
+                {"solver": dfl.CG(), "sketch": dfl.Sketch(8)},
+                {"dtype": jnp.float32, "kernel": dfl.KernelOptions(refine=True)},
+            ],
+            quick=[],
+        ),
     ],
     ids=["dense", "matrix-free", "cg", "refined"],
 )
@@ -70,7 +74,7 @@ def test_later_requests_match_retraining_without_the_purged_points():
     assert cases.relative(got, want) < 1e-10  # one step is exact for squared error
 
 
-@pytest.mark.parametrize("form", ["dense", "matrix-free"])
+@pytest.mark.parametrize("form", gates.table(["dense", "matrix-free"], ["dense"]))
 def test_rows_are_gone_from_memory_and_file(tmp_path, form):
     p = problem()
     rows = [p.x[i] for i in GONE]
@@ -122,6 +126,7 @@ def test_no_edit_brings_a_purged_point_back(tmp_path):
     removed(p).edit(dfl.Reweight([2], [1.0]))  # without a purge it can
 
 
+@pytest.mark.thorough
 def test_a_kernel_matrix_loses_the_rows_too():
     _, sigma, _ = problems.kronecker_problem(9, 2, 6, "squared")
     y = np.random.default_rng(0).normal(size=(6, 2))
@@ -136,6 +141,7 @@ def test_a_kernel_matrix_loses_the_rows_too():
     np.testing.assert_array_equal(after.x, [0, 0, 2, 3, 4, 5])
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore::dualfluence.dual._fidelity.FidelityWarning")
 @pytest.mark.parametrize("tangent", ["initial", "trained"])
 def test_a_trained_network_keeps_its_parameters(tmp_path, tangent):
@@ -162,6 +168,7 @@ def test_a_trained_network_keeps_its_parameters(tmp_path, tangent):
         np.testing.assert_array_equal(flat(again.params()), flat(two.params()))
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_purged_is_refused_clearly(tmp_path):
     p = problem("squared")
     model, x = cases.model(p), jnp.asarray(p.x)
@@ -197,6 +204,7 @@ def test_an_edit_that_stopped_early_is_not_purged():
         early.purge()
 
 
+@pytest.mark.thorough
 def test_spare_rows_of_added_points_are_purged_as_well():
     """Room for points to come is filled with copies of the last one, which may be removed."""
     p = problem()

@@ -12,10 +12,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import dualfluence as dfl
+import gates
 import oracles
 from dualfluence._support.points import Form, form_of, is_tree
-
-pytestmark = pytest.mark.thorough
 
 RNG = np.random.default_rng(0)
 N, T, V, D, C = 10, 5, 7, 4, 3
@@ -103,7 +102,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", gates.table(SETTINGS, ["dense"]))
 def test_a_transformer_with_a_mask_is_fitted_and_loses_points(name):
     model = fit(**SETTINGS[name])
     for got, s in ((model, np.ones(N)), (None, ~np.isin(np.arange(N), GONE))):
@@ -113,6 +112,7 @@ def test_a_transformer_with_a_mask_is_fitted_and_loses_points(name):
         np.testing.assert_allclose(moved(got.params()), step, atol=1e-7)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["relabel", "replace", "add"])
 def test_every_edit_equals_retraining(fitted, kind):
     x, y, s = X, Y.copy(), np.ones(N)
@@ -137,6 +137,7 @@ def test_every_edit_equals_retraining(fitted, kind):
     np.testing.assert_allclose(later.predict(XQ), retrained(x, y, want)[0], atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_attribution_is_what_leaving_each_point_out_adds_to_the_loss(fitted):
     scores = fitted.attribute(XQ, YQ, refine=1e-8, progress=False)
     onehot = np.eye(C)[YQ]
@@ -155,6 +156,7 @@ def test_features_come_back_as_they_were_given(fitted):
     assert "(5,) bool, (5,) int32" in repr(fitted)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("scaled", [False, True])
 def test_a_trained_transformer_is_taken_over_saved_and_purged(tmp_path, scaled):
     model = dfl.linearize(transformer, PARAMS, scale=FREE if scaled else None)
@@ -188,12 +190,14 @@ def test_a_trained_transformer_is_taken_over_saved_and_purged(tmp_path, scaled):
     np.testing.assert_allclose(moved(after.params()), np.sqrt(P) * phi, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_a_low_rank_model_of_all_points_is_the_model_itself(fitted):
     low = dfl.low_rank(dfl.linearize(transformer, PARAMS), X, N * C)
     other = dfl.fit(low, X, Y, loss=dfl.SoftmaxCrossEntropy(), ridge=RIDGE, progress=False)
     np.testing.assert_allclose(other.predict(X), fitted.predict(X), atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_a_kernel_on_disk_and_a_desk_take_trees(tmp_path, fitted):
     model = dfl.linearize(transformer, PARAMS)
     store = dfl.store.build(model, X, tmp_path / "k", tile=4, progress=False)
@@ -216,6 +220,7 @@ def test_a_kernel_on_disk_and_a_desk_take_trees(tmp_path, fitted):
     assert report.valid, report.summary()
 
 
+@pytest.mark.thorough
 def test_parameter_space_takes_trees(fitted):
     model = dfl.linearize(transformer, PARAMS)
     options = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": RIDGE}
@@ -230,6 +235,7 @@ def test_parameter_space_takes_trees(fitted):
     assert np.corrcoef(scores.values.ravel(), same.values.ravel())[0, 1] > 0.999
 
 
+@pytest.mark.thorough
 def test_checkpoints_are_attributed_on_trees():
     run = dfl.attribution.Trajectory(transformer, [PARAMS, PARAMS], [5, 10], 0.1)
     scores = run.attribute(X, Y, XQ, YQ, progress=False)
@@ -262,7 +268,7 @@ class Pair(NamedTuple):
     age: np.ndarray
 
 
-@pytest.mark.parametrize("kind", ["tuple", "named tuple", "nested"])
+@pytest.mark.parametrize("kind", gates.table(["tuple", "named tuple", "nested"], ["nested"]))
 def test_other_trees_and_dtypes(tmp_path, kind):
     image = RNG.normal(size=(6, 2, 2)).astype(np.float32)
     age = RNG.integers(0, 90, size=6).astype(np.int16)

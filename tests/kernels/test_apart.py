@@ -11,8 +11,6 @@ from dualfluence.kernels import empirical_kernel, kernel_block, ntk_mv, traced_k
 from dualfluence.kernels._apart import Apart, proves_apart
 from dualfluence.kernels._params import split_params
 
-pytestmark = pytest.mark.thorough
-
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(9, 4)), np.arange(9) % 3
 PARAMS = {"W": jnp.asarray(RNG.normal(size=(4, 6))), "O": jnp.asarray(RNG.normal(size=(6, 3)))}
@@ -85,6 +83,7 @@ def test_every_door_refuses_every_time(door):
             DOORS[door](model)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(set(NETWORKS) - {"nonlinear"}))
 def test_networks_are_proven_apart_without_computing(name):
     apply_fn, params, x = NETWORKS[name]()
@@ -130,6 +129,7 @@ def test_equal_or_zero_points_do_not_hide_a_coupling():
             model.apply_shape(jnp.asarray(x))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_rounding_of_deep_networks_is_no_coupling(dtype):
     """The probe, which a proof would spare this network, on 30 layers near the edge of chaos."""

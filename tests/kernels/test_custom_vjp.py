@@ -7,8 +7,6 @@ import pytest
 
 import dualfluence as dfl
 
-pytestmark = pytest.mark.thorough
-
 RNG = np.random.default_rng(0)
 X, XQ = RNG.normal(size=(8, 4)), RNG.normal(size=(3, 4))
 Y = RNG.normal(size=(8, 2))
@@ -76,6 +74,7 @@ def test_products_are_those_of_the_rule(model):
     np.testing.assert_allclose(model.kernel_diagonal(x), np.einsum("nap,nap->na", J, J), atol=1e-12)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", ["dense", "matrix-free"])
 def test_fit_predict_add_and_parameters(model, form):
     fitted = dfl.fit(model, X[:6], Y[:6], kernel=form, **OPTIONS)
@@ -87,6 +86,7 @@ def test_fit_predict_add_and_parameters(model, form):
     np.testing.assert_allclose(moved, move[:10], atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_random_features_from_trained_and_primal(model):
     narrow = dfl.low_rank(model, X, 5, method="random-features")
     assert np.isfinite(dfl.fit(narrow, X, Y, **OPTIONS).predict(XQ)).all()

@@ -8,9 +8,8 @@ import pytest
 from ntk_oracles import jacobian_kernel
 
 import dualfluence as dfl
+import gates
 from dualfluence.kernels import empirical_kernel, ntk_mv
-
-pytestmark = pytest.mark.thorough
 
 RNG = np.random.default_rng(0)
 X, Y, XQ = RNG.normal(size=(7, 4)), RNG.normal(size=(7, 2)), RNG.normal(size=(3, 4))
@@ -91,7 +90,7 @@ def a_number():
 CASES = (in_place, rebound_cell, attribute, global_array, in_a_dict, a_number)
 
 
-@pytest.fixture(params=CASES, ids=lambda case: case.__name__)
+@pytest.fixture(params=gates.table(CASES, [in_place, attribute]), ids=lambda case: case.__name__)
 def case(request):
     return request.param()
 
@@ -113,7 +112,7 @@ def test_kernels_and_products_follow_the_change(case):
         change()
 
 
-@pytest.mark.parametrize("form", ["dense", "matrix-free"])
+@pytest.mark.parametrize("form", gates.table(["dense", "matrix-free"], ["dense"]))
 def test_a_fit_reads_anew_and_what_it_made_stays_whole(case, form):
     apply_fn, change = case
     model = dfl.linearize(apply_fn, W)
@@ -154,6 +153,7 @@ def test_requests_do_not_trace_the_network():
     assert len(calls) == seen
 
 
+@pytest.mark.thorough
 def test_tiles_of_a_planned_kernel_own_their_constants():
     """A plan made before a change must not read the change through shared memory."""
     mixer = np.array(FIRST)

@@ -12,8 +12,6 @@ import dualfluence as dfl
 from dualfluence import operators as ops
 from dualfluence.operators._layout import on_mesh, whole
 
-pytestmark = pytest.mark.thorough
-
 EXACT = 1e-9
 """Relative to the size of `K`: far above the rounding of any order of summation, far below an error."""
 

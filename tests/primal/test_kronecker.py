@@ -8,9 +8,8 @@ import rival_cases
 from jax.flatten_util import ravel_pytree
 
 import dualfluence as dfl
+import gates
 from dualfluence.primal import EKFAC, KFAC
-
-pytestmark = pytest.mark.thorough
 
 C = rival_cases.C
 
@@ -104,7 +103,7 @@ def naive_inverse(case, name, corrected):
 
 
 @pytest.mark.parametrize("solver", [EKFAC(), KFAC()], ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("name", rival_cases.SHAPES)
+@pytest.mark.parametrize("name", gates.table(rival_cases.SHAPES, ["dense", "tied"]))
 def test_scores_are_those_of_the_definition(name, solver):
     case = rival_cases.make(name)
     want = case.scores(naive_inverse(case, name, isinstance(solver, EKFAC)))
@@ -129,6 +128,7 @@ def test_one_place_with_one_output_is_exact():
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.thorough
 def test_many_parameters_without_factors_keep_a_diagonal():
     case = rival_cases.make("bias", seed=1)
     found = case.attribute(EKFAC(exact_limit=3))

@@ -1,11 +1,14 @@
 """The sketch of `K`: orthonormal without Householder's QR, and as good a preconditioner as with it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import dualfluence as dfl
+import gates
 from dualfluence.operators import DenseOperator
 from dualfluence.solvers import LinearSystem, SpectralPreconditioner, spectral_preconditioner
 from dualfluence.solvers._preconditioner import orthonormal
@@ -61,11 +64,7 @@ FEW = {
 
 @pytest.mark.parametrize(
     ("spectrum", "dtype"),
-    [
-        pytest.param(s, d, marks=[pytest.mark.thorough] * ((s, d) not in FEW))
-        for s in SPECTRA
-        for d in (np.float32, np.float64)
-    ],
+    gates.table(list(itertools.product(SPECTRA, (np.float32, np.float64))), FEW),
 )
 def test_iteration_counts_are_those_of_a_householder_sketch(spectrum, dtype):
     K = kernel(spectrum, dtype)

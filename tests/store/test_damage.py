@@ -18,7 +18,7 @@ from dualfluence._support.files import locked
 from dualfluence._support.options import check_count
 from dualfluence.store import StoreError, _build
 
-pytestmark = [pytest.mark.thorough, pytest.mark.host]
+pytestmark = pytest.mark.host
 
 HERE = Path(__file__).parent
 TILES = 16 * 17 // 2
@@ -210,6 +210,7 @@ def start(path, log, seconds):
     return process
 
 
+@pytest.mark.thorough
 def test_three_processes_that_build_one_store_share_the_work(tmp_path):
     """One builds, two wait; the builder is killed, and each tile is still computed once."""
     path, log = tmp_path / "k", tmp_path / "log"

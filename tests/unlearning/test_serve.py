@@ -25,7 +25,7 @@ from dualfluence.apps.serve._token import is_authorised, read_token
 from dualfluence.unlearning._engine import Engine
 from dualfluence.unlearning._payload import digest_of
 
-pytestmark = [pytest.mark.thorough, pytest.mark.host]
+pytestmark = pytest.mark.host
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -256,6 +256,7 @@ def check_after_kills(folder, acknowledged):
     assert dfl.unlearning.verify(folder / "desk").valid
 
 
+@pytest.mark.thorough
 def test_kills_lose_nothing_that_was_acknowledged(tmp_path):
     check_after_kills(tmp_path, run_kills(tmp_path, 5))
 
@@ -329,6 +330,7 @@ def check_load(folder, clients, seconds):
     print({name: count / seconds for name, count in counts.items()}, "per second")
 
 
+@pytest.mark.thorough
 def test_many_clients_at_once_are_served_without_error(tmp_path):
     check_load(tmp_path, 4, 3)
 

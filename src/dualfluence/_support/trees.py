@@ -21,6 +21,12 @@ def is_floating(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def common_dtype(*arrays_or_dtypes: Any) -> Any:
+    """The dtype that holds all of these, by JAX's table, also where a user asks for strict promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*arrays_or_dtypes)
+
+
 def float_leaves(tree: PyTree) -> list[Array]:
     """Floating-point leaves as arrays; numbers, flags and functions are not parameters."""
     leaves = jax.tree.leaves(tree)
@@ -29,5 +35,7 @@ def float_leaves(tree: PyTree) -> list[Array]:
 
 def tree_norm(tree: PyTree) -> Float[Array, ""]:
     """`√Σ leaf²` over floating leaves, summed in at least float32."""
-    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in float_leaves(tree)]
-    return jnp.sqrt(sum((jnp.sum(leaf**2) for leaf in wide), start=jnp.zeros((), jnp.float32)))
+    leaves = float_leaves(tree)
+    dtype = common_dtype(jnp.float32, *leaves)
+    squares = (jnp.sum(leaf.astype(dtype) ** 2) for leaf in leaves)
+    return jnp.sqrt(sum(squares, start=jnp.zeros((), dtype)))

@@ -15,6 +15,7 @@ from .._support.compile import jit
 from .._support.memory import TILE_BYTES
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
+from .._support.trees import common_dtype
 from ._branches import Serial, Sum
 from ._inputs import as_points, check_finite, check_match, input_spec
 from ._norm import Dropout
@@ -76,7 +77,7 @@ class Network(Serial):
         x2 = None if x2 is None else as_points(x2, "x2")
         if x2 is not None:
             check_match(x1, x2)
-            dtype = jnp.promote_types(x1.dtype, x2.dtype)
+            dtype = common_dtype(x1.dtype, x2.dtype)
             x1, x2 = x1.astype(dtype), x2.astype(dtype)
             check_finite(x2, "x2")
         check_finite(x1, "x1")
@@ -113,7 +114,7 @@ class Network(Serial):
         x1, x2 = as_points(x1, "x1"), as_points(x2, "x2")
         check_match(x1, x2)
         self._check_ends(input_spec(x1.shape))
-        dtype = jnp.promote_types(x1.dtype, x2.dtype)
+        dtype = common_dtype(x1.dtype, x2.dtype)
         points1, points2 = (_pack_points(self, x.astype(dtype)) for x in (x1, x2))
         nngp, ntk = _cross_block(self, x1.shape[1:], points1, points2)
         return (nngp, ntk) if kind == "both" else nngp if kind == "nngp" else ntk

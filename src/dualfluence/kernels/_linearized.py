@@ -17,7 +17,7 @@ from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
 from .._support.tiles import even_size
-from .._support.trees import is_floating, tree_norm
+from .._support.trees import common_dtype, is_floating, tree_norm
 from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
@@ -348,7 +348,7 @@ class Linearized(eqx.Module):
     @property
     def dtype(self) -> Any:
         """Common dtype of the trainable parameters."""
-        return jnp.result_type(*jax.tree.leaves(self.split(self.params)[0]))
+        return common_dtype(*jax.tree.leaves(self.split(self.params)[0]))
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from .._support.trees import common_dtype
 from ._factors import GradientFactor, Scalars
 from ._program import Op, trace_program
 from ._reader import FactorReader
@@ -68,7 +69,7 @@ class Recipe:
     ) -> None:
         out = jax.eval_shape(single, leaves, rest, x)
         self.num_outputs = int(out.shape[0])
-        self.dtype = jnp.promote_types(out.dtype, jnp.float32)
+        self.dtype = common_dtype(out.dtype, jnp.float32)
         self.method, self.precision = method, precision
 
         def backward(leaves: Any, rest: Any, x: Any, cotangent: Any) -> Any:

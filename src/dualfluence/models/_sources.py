@@ -16,6 +16,7 @@ from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import jit
 from .._support.points import Form, count_points, form_of
 from .._support.progress import ProgressFn
+from .._support.trees import common_dtype
 from ..kernels._linearized import Linearized, as_network
 from ..operators import (
     AbstractKernelOperator,
@@ -328,7 +329,7 @@ def as_kernel(value: Any) -> Array:
     """Entries of a kernel in a dtype that solvers take: integers and half precision are widened."""
     K = as_jax("kernel", value)
     if jnp.issubdtype(K.dtype, jnp.floating):
-        return K.astype(jnp.promote_types(K.dtype, jnp.float32))
+        return K.astype(common_dtype(K.dtype, jnp.float32))
     return K.astype(jnp.result_type(float))
 
 
