@@ -191,11 +191,12 @@ def _gap_rounding(
     problem: Problem, state: State, diagonal: Float[Array, "n c"], size: Float[Array, ""]
 ) -> Float[Array, ""]:
     """Rounding of `θ − θ₀ − Jᵀα`, and of the outputs at `θ` carried to the gradient over `λ`."""
-    diagonal = jnp.maximum(diagonal, 0)
+    eps, dtype = jnp.finfo(diagonal.dtype).eps, state.alpha.dtype
+    diagonal, size = jnp.maximum(diagonal, 0).astype(dtype), size.astype(dtype)
     reach = jnp.sqrt(jnp.sum(diagonal * state.alpha**2))
     slope = jnp.sqrt(jnp.sum((diagonal * problem.factor(state).hess_diagonal()) ** 2))
     outputs = slope * size / problem.ridge
-    return GAP_ROUNDING * jnp.finfo(diagonal.dtype).eps * (size + reach + outputs)
+    return GAP_ROUNDING * float(eps) * (size + reach + outputs)
 
 
 def _is_stationary(fidelity: Fidelity, ridge: float, trained: Trained) -> bool:

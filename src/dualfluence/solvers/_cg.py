@@ -137,6 +137,6 @@ class CG(AbstractDualSolver):
             iterations=result.iterations,
             residual=result.residual,
             converged=result.converged & ~result.indefinite,
-            products=result.iterations + cancelled,
+            products=result.iterations + jnp.where(cancelled, 1, 0),
             jitter=jnp.zeros((), b.dtype),
         )
