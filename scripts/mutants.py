@@ -27,13 +27,14 @@ import signal
 import sys
 import time
 import tomllib
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mutations import SEEN, Mutant, mutants, watched
+from mutations import SEEN, Mutant, mutants, parses, watched
 
 ROOT = Path(__file__).parents[1]
 REASONS = Path(__file__).with_name("mutants_survivors.toml")
@@ -68,7 +69,7 @@ def sources(room: str) -> list[str]:
 
 def digest(files: Iterable[Path]) -> str:
     found = hashlib.sha256()
-    for file in files:
+    for file in sorted(files):
         found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
 
@@ -83,8 +84,9 @@ def drawn(rooms: list[str], seed: int) -> Iterator[Mutant]:
         rng.shuffle(left[room])
     while any(left.values()):
         for room in rooms:
-            if left[room]:
-                yield left[room].pop()
+            mutant = left[room].pop() if left[room] else None
+            if mutant and parses(mutant.plant((ROOT / mutant.file).read_bytes())):
+                yield mutant
 
 
 def copy_tree(target: Path, change: Callable[[str, str], str] | None = None) -> Path:
@@ -188,8 +190,11 @@ def fork(tree: Path, log: Path, args: list[str], plugins: list[Any], seconds: fl
         os.environ["PYTHONPATH"] = str(tree / "src")
         sys.path.insert(0, str(tree / "src"))
         code = int(sys.modules["pytest"].main([*args, "-p", "no:cacheprovider"], plugins=plugins))
-        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)
 
 
@@ -199,25 +204,32 @@ def shown(status: int) -> str:
     return {0: "survived", 1: "failed", 5: "survived"}.get(os.WEXITSTATUS(status), "error")
 
 
-def make_map(out: Path, jobs: int) -> dict[str, dict[str, Any]]:
-    """Functions, seconds and failures of every file of tests, from a file where that is known."""
-    python = sorted((ROOT / "src").rglob("*.py")) + sorted((ROOT / "tests").rglob("*.py"))
-    path = out / f"map-{digest(python)}.jsonl"
-    known = {line["file"] for line in read_lines(path)}
-    if not (out / f"{path.name}.whole").exists():
+def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]]:
+    """Functions, seconds and failures of every file of these tests; what is known is not run again."""
+    path = (
+        out
+        / f"map-{digest([*(ROOT / 'src').rglob('*.py'), *(ROOT / 'tests').rglob('*.py')])}.jsonl"
+    )
+    files = [f.relative_to(ROOT).as_posix() for f in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [file for file in files if file.startswith(tuple(tests))]
+    todo = sorted(set(files) - {line["file"] for line in read_lines(path)})
+    if todo:
         tree = copy_tree(out / "watched", watched)
-        files = [
-            f.relative_to(ROOT).as_posix() for f in sorted((ROOT / "tests").rglob("test_*.py"))
+        print(f"Mapping {len(todo)} files of tests to the functions that they run ...", flush=True)
+        running = [
+            fork(tree, out / f"map-{k}.log", todo[k::jobs], [Mapped(path)], None)
+            for k in range(jobs)
+            if todo[k::jobs]
         ]
-        files = [file for file in files if file not in known]
-        print(f"Mapping {len(files)} files of tests to the functions that they run ...", flush=True)
-        running = [fork(tree, out / f"map-{k}.log", files[k::jobs], [Mapped(path)], None)
-                   for k in range(jobs) if files[k::jobs]]  # fmt: skip
-        for pid in running:
-            os.waitpid(pid, 0)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running]
         shutil.rmtree(tree)
-        (out / f"{path.name}.whole").touch()
-    return {line["file"]: line for line in read_lines(path)}
+        if not set(codes) <= {0, 1, 5}:
+            raise SystemExit(f"The tests do not run on a copy: see {out}/map-*.log.")
+        for file in set(todo) - {line["file"] for line in read_lines(path)}:
+            append(
+                path, {"file": file, "seconds": 0.0, "runs": [], "failed": []}
+            )  # no test by default
+    return {line["file"]: line for line in read_lines(path) if line["file"] in files}
 
 
 def files_for(mutant: Mutant, found: dict[str, dict[str, Any]]) -> list[str]:
@@ -272,6 +284,8 @@ def run(todo: list[Mutant], args: argparse.Namespace, found: dict[str, dict[str,
         shutil.copy(ROOT / mutant.file, trees[slot] / mutant.file)
         free.append(slot)
         state, first = shown(status), args.out / f"first-{slot}"
+        if state == "error" and not first.exists():
+            raise SystemExit(f"pytest did not run: see {args.out}/run-{slot}.log.")
         if state == "too long" and args.limit < usual:
             state = "unfinished"
         seconds = round(usage.ru_utime + usage.ru_stime, 1)
@@ -335,6 +349,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--room", action="append", choices=ROOMS, help="this room alone; may be repeated"
     )
+    parser.add_argument("--tests", action="append", help="only files that start so: tests/dual")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument(
         "--limit", type=float, default=600.0, help="seconds of CPU for one bug at most"
@@ -364,7 +379,7 @@ def main() -> None:
     }
     todo = [m for m in chosen if (m.file, m.start, m.old, m.new) not in done]
     if todo:
-        run(todo, args, make_map(args.out, args.jobs))
+        run(todo, args, make_map(args.out, args.jobs, args.tests or ["tests/"]))
     done = {
         (line["file"], line["start"], line["old"], line["new"]): line for line in read_lines(path)
     }

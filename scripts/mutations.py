@@ -117,8 +117,14 @@ class Finder(ast.NodeVisitor):
         if node.name in WORDS:
             return
         self.scope.append(node.name)
-        for default in [*node.args.defaults, *filter(None, node.args.kw_defaults)]:
-            self.visit(default)
+        plain, defaults = [*node.args.posonlyargs, *node.args.args], node.args.defaults
+        pairs = list(zip(plain[len(plain) - len(defaults) :], defaults, strict=True))
+        for arg, default in [
+            *pairs,
+            *zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True),
+        ]:
+            if default is not None and arg.arg not in LABELS:
+                self.visit(default)
         for statement in node.body:
             self.visit(statement)
         self.scope.pop()
@@ -215,13 +221,14 @@ def _called(node: ast.Call) -> str:
 
 
 def mutants(file: str, source: bytes) -> list[Mutant]:
-    """Every mutant of a source that is still Python."""
+    """Every mutant of a source; a few are not Python (`parses`)."""
     finder = Finder(file, source)
     finder.visit(ast.parse(source))
-    return [mutant for mutant in finder.found if _parses(mutant.plant(source))]
+    return finder.found
 
 
-def _parses(source: bytes) -> bool:
+def parses(source: bytes) -> bool:
+    """Whether this is still Python."""
     try:
         ast.parse(source)
     except SyntaxError:

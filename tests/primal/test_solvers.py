@@ -48,7 +48,6 @@ def test_exact_solvers_meet_the_inverse_of_the_gauss_newton_matrix(case, solver)
     assert found.stats["converged"]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("solver", [CG, Arnoldi], ids=lambda s: s.__name__)
 def test_exact_solvers_meet_the_inverse_of_the_exact_hessian(case, solver):
     options = {"rtol": 1e-12} if solver is CG else {"rank": P}
@@ -71,7 +70,6 @@ def test_lissa_tends_to_the_inverse_with_its_depth(case):
     assert errors[2] < 1e-8
 
 
-@pytest.mark.thorough
 def test_the_error_that_lissa_states_bounds_its_solution(case):
     want = _flat(_remove(case, [0], CG(rtol=1e-13)))
     for depth in (10, 60):
@@ -81,7 +79,6 @@ def test_the_error_that_lissa_states_bounds_its_solution(case):
         assert 0 < error <= stated
 
 
-@pytest.mark.thorough
 def test_sampled_lissa_is_right_on_average(case):
     want = case.scores(_inverse(case.gauss_newton(), case.ridge))
     solver = LiSSA(depth=300, sample=20, repeats=20, scale=4.0, seed=1)
@@ -89,7 +86,6 @@ def test_sampled_lissa_is_right_on_average(case):
     assert _relative(case.attribute(solver).values, want) < 0.1
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("complement", [False, True])
 def test_arnoldi_is_the_projection_on_the_top_eigenvectors(case, complement):
     values, vectors = np.linalg.eigh(case.gauss_newton())
@@ -151,7 +147,6 @@ def test_own_effect_is_the_diagonal_of_the_scores(case):
 # What must not be silent.
 
 
-@pytest.mark.thorough
 def test_lissa_names_the_eigenvalue_when_its_scale_is_too_small(case):
     top = np.linalg.eigvalsh(case.gauss_newton())[-1] + case.ridge
     with pytest.raises(dfl.NotConverged, match=f"largest eigenvalue.*{top:.3g}.*scale 0.1"):
@@ -160,7 +155,6 @@ def test_lissa_names_the_eigenvalue_when_its_scale_is_too_small(case):
         case.attribute(LiSSA(scale=0.1, depth=5000))  # past the range of floats
 
 
-@pytest.mark.thorough
 def test_an_indefinite_hessian_is_named_by_its_smallest_eigenvalue(case):
     low = np.linalg.eigvalsh(case.hessian())[0]
     with pytest.raises(dfl.NotConverged, match=f"smallest eigenvalue.*{low:.3g}"):
@@ -171,14 +165,12 @@ def test_an_indefinite_hessian_is_named_by_its_smallest_eigenvalue(case):
         case.attribute(Nystrom(rank=P, hessian="exact"))
 
 
-@pytest.mark.thorough
 def test_conjugate_gradients_that_stop_short_say_how_far_they_are(case):
     with pytest.raises(dfl.NotConverged, match="after 2 iterations at a relative residual of 0"):
         case.attribute(CG(max_steps=2))
     assert not case.attribute(CG(max_steps=2), on_failure="report").stats["converged"]
 
 
-@pytest.mark.thorough
 def test_options_that_cannot_work_are_refused(case):
     for make, words in [
         (lambda: CG(damping=-1.0), "damping must be a finite number, at least 0, got -1"),
