@@ -1,4 +1,4 @@
-"""Strict settings for every test: float64, checked shapes and types.
+"""Strict settings for every test: float64, checked shapes and types, no promotion of either, no warnings.
 
 Tests compile many small programs and run each once: they compile fast rather than well, here and in
 the processes that tests start.
@@ -57,6 +57,14 @@ install_import_hook("dualfluence", "beartype.beartype")
 MOST_MAPS = 20_000
 """Memory maps of a process past which compiled programs are dropped. Each program holds a few; Linux allows
 65,530, and a compiler that gets no more ends the process."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """The library says what it widens and what it spreads; examples of users and other libraries need not."""
+    ordinary = item.get_closest_marker("ordinary") is not None
+    jax.config.update("jax_numpy_dtype_promotion", "standard" if ordinary else "strict")
+    jax.config.update("jax_numpy_rank_promotion", "allow" if ordinary else "raise")
 
 
 def pytest_configure():

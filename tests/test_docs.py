@@ -22,7 +22,7 @@ sys.path.insert(0, str(DOCS / "_ext"))
 from markdown_docstrings import to_rest  # noqa: E402
 from public import public_names, public_namespaces  # noqa: E402
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.ordinary]
 
 DIRECTIVE = re.compile(r"^```\{namespace\} (\S+)\n(.*?)```$", re.DOTALL | re.MULTILINE)
 FENCED = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)

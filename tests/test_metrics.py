@@ -23,6 +23,13 @@ def test_distances():
     assert metrics.relative_distance(PARAMS, other) == pytest.approx(np.sqrt(2 / 27))
 
 
+def test_distances_are_taken_in_the_wider_precision():
+    """2048 − 0.5 is 2048 in float16, and 2047.5 in truth."""
+    big, small = jnp.asarray([2048.0], jnp.float16), jnp.asarray([0.5], jnp.float16)
+    assert metrics.distance([big], [small]) == 2047.5
+    assert metrics.distance([big.astype(jnp.float32)], [small.astype(jnp.float64)]) == 2047.5
+
+
 def test_distance_errors():
     with pytest.raises(ValueError, match="differ in structure"):
         metrics.distance(PARAMS, {"w": PARAMS["w"]})
@@ -48,6 +55,13 @@ def test_random_perturbation_has_the_norm_asked_for(dtype):
     assert (
         metrics.distance(metrics.random_perturbation(jax.random.key(0), params, 0.0), params) == 0
     )
+
+
+def test_random_perturbation_of_leaves_in_several_precisions():
+    params = [jnp.ones(5, jnp.float32), jnp.ones(7, jnp.float64)]
+    moved = metrics.random_perturbation(jax.random.key(0), params, 0.5)
+    assert [leaf.dtype for leaf in moved] == [jnp.float32, jnp.float64]
+    assert metrics.distance(moved, params) == pytest.approx(0.5, rel=1e-5)
 
 
 def test_random_perturbation_errors():

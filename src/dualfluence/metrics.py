@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PRNGKeyArray, PyTree
+from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from ._support import trees as _trees
 from ._support.checks import (
@@ -53,7 +53,13 @@ def distance(params_a: PyTree, params_b: PyTree) -> float:
     shapes = [a.shape for a in leaves_a], [b.shape for b in leaves_b]
     if shapes[0] != shapes[1]:
         raise ValueError(f"distance: floating leaves differ in shape, {shapes[0]} and {shapes[1]}.")
-    return tree_norm([a - b for a, b in zip(leaves_a, leaves_b, strict=True)])
+    return tree_norm([_difference(a, b) for a, b in zip(leaves_a, leaves_b, strict=True)])
+
+
+def _difference(a: Array, b: Array) -> Array:
+    """`a − b` in the wider of both dtypes, at least float32: half precision would round it."""
+    dtype = _trees.common_dtype(jnp.float32, a, b)
+    return a.astype(dtype) - b.astype(dtype)
 
 
 def relative_distance(params_a: PyTree, params_b: PyTree) -> float:
@@ -85,7 +91,10 @@ def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTre
     keys = jax.random.split(key, len(leaves))
     noise = [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)]
     scale = norm / _trees.tree_norm(noise)
-    moved = [v + (scale * e).astype(v.dtype) for v, e in zip(leaves, noise, strict=True)]
+    moved = [
+        v + (scale * e.astype(scale.dtype)).astype(v.dtype)
+        for v, e in zip(leaves, noise, strict=True)
+    ]
     return eqx.combine(jax.tree.unflatten(treedef, moved), rest)
 
 

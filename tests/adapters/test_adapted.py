@@ -13,7 +13,7 @@ from promises import X, Y, jacobian
 import dualfluence as dfl
 from dualfluence.adapters._adapted import need
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.ordinary]
 
 
 def mlp():

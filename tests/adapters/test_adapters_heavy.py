@@ -12,7 +12,7 @@ from promises import PROMISES, Case, X, Y, check_kernel, check_removal, flat
 
 import dualfluence as dfl
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.host]
+pytestmark = [pytest.mark.frameworks, pytest.mark.host, pytest.mark.ordinary]
 
 STEPS = 5
 IMAGES = np.random.default_rng(1).normal(size=(12, 1, 6, 6))

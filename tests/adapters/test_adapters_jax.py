@@ -16,7 +16,7 @@ from promises import PROMISES, Case, X, Y
 import dualfluence as dfl
 import gates
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.ordinary]
 
 STEPS = 5
 

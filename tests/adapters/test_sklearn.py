@@ -10,7 +10,7 @@ import pytest
 
 import dualfluence as dfl
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.host]
+pytestmark = [pytest.mark.frameworks, pytest.mark.host, pytest.mark.ordinary]
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4))

@@ -7,7 +7,7 @@ import pytest
 
 from dualfluence.apps.bench import _attribution, attribution_table, plot_attribution
 
-pytestmark = [pytest.mark.thorough, pytest.mark.host]
+pytestmark = [pytest.mark.thorough, pytest.mark.host, pytest.mark.ordinary]
 
 SIZES = (16, 4, (3,), 4, 12, 0.05, 6, 5, 0)
 

@@ -11,8 +11,9 @@ import optax
 import pytest
 
 import dualfluence as dfl
+from users import ordinary
 
-pytestmark = pytest.mark.thorough
+pytestmark = [pytest.mark.thorough, pytest.mark.ordinary]
 
 RNG = np.random.default_rng(0)
 N, D, C, DECAY = 60, 8, 3, 0.1
@@ -28,6 +29,7 @@ GONE = [1, 5, 9, 20]
 KEPT = np.setdiff1d(np.arange(N), GONE)
 
 
+@ordinary
 def head(params, x):
     """The last layer of a network whose body stays: linear in its parameters."""
     return jnp.tanh(x @ BODY["w"] + BODY["b"]) @ params["w"] + params["b"]

@@ -12,6 +12,7 @@ import dualfluence as dfl
 import oracles
 import problems
 from dualfluence.unlearning._removal import perturbed_params
+from users import ordinary
 
 LOSSES = {
     "squared": dfl.SquaredError(),
@@ -209,6 +210,7 @@ def test_a_nonlinear_network_is_not_taken_for_linear_where_one_parameter_is_free
     params = {"w": jnp.ones((3, 1), jnp.float32), "b": jnp.zeros(1, jnp.float32)}
     x = jnp.asarray(RNG.normal(size=(8, 3)), jnp.float32)
 
+    @ordinary
     def fn(theta, x):
         return x @ theta["w"] + 1e-3 * jnp.sin(x @ theta["w"]) + theta["b"]
 
@@ -224,6 +226,7 @@ def test_a_nonlinear_network_is_not_taken_for_linear_where_one_parameter_is_free
         dfl.fit(zero, x, np.ones((8, 1)), loss=dfl.SquaredError(), ridge=1.0, progress=False)
 
 
+@ordinary
 def fn_bent(theta, x):
     return jnp.sin(x @ theta["w"]) + theta["b"]
 
@@ -313,7 +316,7 @@ def test_a_free_intercept_meets_the_optimum_without_its_ridge():
     y = (x @ [1.0, -2.0, 0.5] + 0.3 + rng.normal(size=60) > 0).astype(float)
     ridge = 1 / 60
     model = dfl.linearize(
-        lambda t, x: x @ t["w"] + t["b"],
+        ordinary(lambda t, x: x @ t["w"] + t["b"]),
         {"w": jnp.zeros((3, 1)), "b": jnp.zeros(1)},
         scale={"w": None, "b": "free"},
     )

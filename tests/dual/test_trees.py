@@ -15,6 +15,7 @@ import dualfluence as dfl
 import gates
 import oracles
 from dualfluence._support.points import Form, form_of, is_tree
+from users import ordinary
 
 RNG = np.random.default_rng(0)
 N, T, V, D, C = 10, 5, 7, 4, 3
@@ -35,6 +36,7 @@ PARAMS = {
 }
 
 
+@ordinary
 def transformer(params, x):
     """One block of attention that does not look at what the mask hides, then a masked mean."""
     tokens, mask = x["tokens"], x["mask"]
@@ -280,6 +282,7 @@ def test_other_trees_and_dtypes(tmp_path, kind):
     }
     x, y = x[kind], RNG.normal(size=(6, 1))
 
+    @ordinary
     def fn(params, x):
         image, age, *rest = jax.tree.leaves(x)
         shift = rest[0].astype(jnp.float64)[:, None] if rest else 0.0

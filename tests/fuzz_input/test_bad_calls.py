@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.thorough, pytest.mark.host]
+pytestmark = [pytest.mark.thorough, pytest.mark.host, pytest.mark.ordinary]
 
 HARNESS = Path(__file__).parent / "harness.py"
 

@@ -1,8 +1,12 @@
 """Seeded networks for the empirical kernel: `name -> (apply_fn, params, x)`, all float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from users import ordinary
 
 
 def draw(seed, *shape):
@@ -259,8 +263,13 @@ def integers():
     return apply, params, data(2, 6, 5)
 
 
+def _made(maker):
+    apply, params, x = maker()
+    return ordinary(apply), params, x
+
+
 NETWORKS = {
-    maker.__name__: maker
+    maker.__name__: functools.partial(_made, maker)
     for maker in (
         mlp,
         views,

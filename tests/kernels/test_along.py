@@ -7,12 +7,15 @@ import pytest
 
 from dualfluence.kernels import _along, empirical_kernel
 from dualfluence.kernels._along import kernel_along
+from users import ordinary
 
 
+@ordinary
 def _dense(params, x):
     return jnp.tanh(x @ params["a"] + params["b"]) @ params["c"] * params["s"]
 
 
+@ordinary
 def _shared(params, x):
     """One matrix used at two positions: several pairs of positions, and a leaf in whole rows."""
     h = jnp.tanh(x.reshape(x.shape[0], 2, -1) @ params["a"][:2])

@@ -10,6 +10,7 @@ import dualfluence as dfl
 from dualfluence.kernels import empirical_kernel, kernel_block, ntk_mv, traced_kernel
 from dualfluence.kernels._apart import Apart, proves_apart
 from dualfluence.kernels._params import split_params
+from users import ordinary
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(9, 4)), np.arange(9) % 3
@@ -44,6 +45,7 @@ COUPLED = {
         (x - x.mean(0)) @ p["W"] @ p["O"] * 0 + (x - x.mean(0))[:, :3] * p["O"][0]
     ),
 }
+COUPLED = {name: ordinary(fn) for name, fn in COUPLED.items()}
 DOORS = {
     "fit": lambda m: dfl.fit(m, X, Y, kernel="dense", **OPTIONS),
     "matrix-free": lambda m: dfl.fit(m, X, Y, kernel="matrix-free", **OPTIONS),
@@ -112,6 +114,7 @@ def test_what_is_not_proven_is_probed_and_passes():
 def test_parameters_that_are_new_are_probed_anew():
     """The coupling is switched by a parameter, so that no proof and no earlier pass can cover it."""
 
+    @ordinary
     def fn(leaves, rest, x):
         return x @ leaves[0] + leaves[1] * x.mean(0) @ leaves[0]
 

@@ -8,6 +8,7 @@ from jax import lax
 
 import dualfluence as dfl
 from dualfluence.kernels import narrowest_dtype
+from users import ordinary
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(6, 4)).astype(np.float32)
@@ -68,7 +69,9 @@ def test_plain_networks_are_as_wide_as_their_parameters():
 
 def test_float32_inside_a_float64_network_counts():
     wide = W.astype(jnp.float64)
-    model = dfl.linearize(lambda p, x: jnp.tanh((x @ p).astype(jnp.float32)) * p[0], wide).bound(X)
+    model = dfl.linearize(
+        ordinary(lambda p, x: jnp.tanh((x @ p).astype(jnp.float32)) * p[0]), wide
+    ).bound(X)
     assert model.arithmetic_eps == float(jnp.finfo(jnp.float32).eps)
 
 

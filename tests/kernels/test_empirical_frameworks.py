@@ -11,7 +11,7 @@ from ntk_oracles import jacobian_kernel
 
 from dualfluence.kernels import empirical_kernel, kernel_report
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.ordinary]
 
 IMAGES = np.random.default_rng(0).normal(size=(5, 8, 8, 3))
 

@@ -10,6 +10,7 @@ import pytest
 
 from dualfluence._support.compile import jit
 from dualfluence.kernels import empirical_kernel, kernel_report, traced_kernel
+from users import ordinary
 
 REFERENCE = np.load(Path(__file__).parents[1] / "data" / "empirical" / "reference.npz")
 META = json.loads(str(REFERENCE["meta_json"]))
@@ -19,6 +20,7 @@ RTOL = 1e-12
 def make_apply(layers):
     """The forward pass that the reference's README writes down."""
 
+    @ordinary
     def apply(params, x):
         for k, (name, options) in enumerate(layers):
             x = _layer(name, options, params, f"{k:02d}_{name}", x)

@@ -8,6 +8,7 @@ import pytest
 import dualfluence as dfl
 from dualfluence.kernels import kernel_report
 from dualfluence.operators import MatrixFreeOperator
+from users import ordinary
 
 RNG = np.random.default_rng(0)
 N, D, H, C = 9, 4, 6, 3
@@ -21,6 +22,7 @@ PARAMS = {
 SCALE = {"w1": 2.0, "b1": RNG.uniform(0.5, 3, H), "w2": None, "b2": 100.0}
 
 
+@ordinary
 def apply(params, x):
     return jnp.tanh(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
 

@@ -9,15 +9,18 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 
 import dualfluence as dfl
+from users import ordinary
 
 C = 3
 
 
+@ordinary
 def dense(p, x):
     h = jnp.tanh(x @ p["w1"] + p["b1"])
     return h @ p["w2"] + p["b2"]
 
 
+@ordinary
 def conv(p, x):
     numbers = ("NHWC", "HWIO", "NHWC")
     h = jax.lax.conv_general_dilated(x, p["k"], (1, 1), "VALID", dimension_numbers=numbers)
@@ -28,10 +31,12 @@ def tied(p, x):
     return jnp.tanh(jnp.tanh(x @ p["w"]) @ p["w"]) @ p["o"]
 
 
+@ordinary
 def embedding(p, x):
     return jnp.tanh(p["e"][x].mean(1)) @ p["w"] + p["b"]
 
 
+@ordinary
 def bias(p, x):
     """A bias by itself: no dense layer before it shares its gradient."""
     return jnp.tanh(x + p["b"]) @ p["w"]

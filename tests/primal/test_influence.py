@@ -13,6 +13,7 @@ import gates
 import oracles
 import problems
 from dualfluence.primal import _influence
+from users import ordinary
 
 LOSSES = {
     "squared": dfl.SquaredError(),
@@ -162,6 +163,7 @@ RIDGE = 2.0
 """Large enough for the tiny network's own Hessian to be positive definite."""
 
 
+@ordinary
 def tiny_net(params, x):
     h = jnp.tanh(x @ params["w1"] + params["b1"])
     return params["scale"] * (h @ params["w2"])
@@ -375,6 +377,7 @@ def test_indefinite_network_hessian_is_reported():
     assert "indefinite" in update.stats.notes[0]
 
 
+@ordinary
 def nan_above(params, x):
     """Finite at θ₀ = 1, NaN where the trained parameter is negative."""
     return jnp.log(params) * x

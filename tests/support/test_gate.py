@@ -135,7 +135,7 @@ class Sparse:
         (np.zeros(2, "m8[s]"), TypeError, r"dtype timedelta64\[s\]. Turn times into numbers"),
         (np.zeros(2, "M8[D]"), TypeError, "Turn times into numbers"),
         (np.ones(2) * 1j, TypeError, "expected real numbers, got complex128"),
-        (jnp.ones(2) * 1j, TypeError, "expected real numbers, got complex128"),
+        (jnp.full(2, 1j), TypeError, "expected real numbers, got complex128"),
         ([[1.0], [1.0, 2.0]], ValueError, "Rows must have equal lengths"),
         ([2**70], ValueError, "at most 64 bits"),
         ([None], TypeError, "first a NoneType"),

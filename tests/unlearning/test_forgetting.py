@@ -14,6 +14,7 @@ import dualfluence as dfl
 import problems
 from dualfluence.apps.compare import _forget_linear, _forget_network
 from dualfluence.unlearning import _metrics
+from users import ordinary
 
 pytestmark = pytest.mark.thorough
 
@@ -80,6 +81,7 @@ def test_ours_is_nearer_to_retraining_than_the_baselines():
     assert len(table.splitlines()) == 2 + len(names)
 
 
+@ordinary
 def _net(params, x):
     (W, b), (V, c) = params
     return jax.nn.tanh(x @ W + b) @ V + c

@@ -180,7 +180,8 @@ def _inverse_root(K: Float[Array, "m m"]) -> Float[Array, "m m"]:
     """`T` with `TTᵀ = K⁺`; eigenvalues below rounding count as zero."""
     values, vectors = jnp.linalg.eigh(0.5 * (K + K.T))
     floor = K.shape[0] * jnp.finfo(K.dtype).eps * values[-1]
-    return vectors * jnp.where(values > floor, 1 / jnp.sqrt(jnp.maximum(values, floor)), 0)
+    roots = jnp.where(values > floor, 1 / jnp.sqrt(jnp.maximum(values, floor)), 0)
+    return vectors * roots[None]
 
 
 @jit

@@ -172,7 +172,7 @@ def _nystrom(
         # Directions below rounding are noise: they get no weight.
         good = values > 10 * nu
         root = jnp.where(good, 1 / jnp.sqrt(jnp.where(good, values, 1)), 0)
-        U, s, _ = jnp.linalg.svd(moved @ (vectors * root), full_matrices=False)
+        U, s, _ = jnp.linalg.svd(moved @ (vectors * root[None]), full_matrices=False)
     return U.T, jnp.maximum(s**2 - nu, 0), ends[0], ends[-1]
 
 
@@ -187,7 +187,7 @@ def _apply(
     """The answers, and the share of each right-hand side's square that lies in the basis."""
     with jax.default_matmul_precision(PRECISION):
         inside = b @ basis.T
-        value = (inside / (values + shift)) @ basis
+        value = (inside / (values + shift)[None]) @ basis
         if complement:
             value = value + (b - inside @ basis) / shift
     size = jnp.maximum(jnp.sum(b**2, axis=1), jnp.finfo(b.dtype).tiny)

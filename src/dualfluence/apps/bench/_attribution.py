@@ -249,8 +249,8 @@ def _init(widths: tuple[int, ...], seed: int) -> list[dict[str, Array]]:
 
 def _apply(params: Any, x: Array) -> Array:
     for layer in params[:-1]:
-        x = jax.nn.relu(x @ layer["w"] + layer["b"])
-    return x @ params[-1]["w"] + params[-1]["b"]
+        x = jax.nn.relu(x @ layer["w"] + layer["b"][None])
+    return x @ params[-1]["w"] + params[-1]["b"][None]
 
 
 def _losses(params: Any, x: Array, y: Array) -> Float[Array, " q"]:

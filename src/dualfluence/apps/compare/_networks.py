@@ -82,7 +82,7 @@ def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any
 
     def apply(params: Any, x: Array) -> Array:
         for W, b in params[:-1]:
-            x = jax.nn.relu(x @ W + b)
-        return x @ params[-1][0] + params[-1][1]
+            x = jax.nn.relu(x @ W + b[None])
+        return x @ params[-1][0] + params[-1][1][None]
 
     return apply, params
