@@ -43,11 +43,14 @@ class MissingFileError(FileError, FileNotFoundError):
     """There is no such file."""
 
 
-def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+def write_atomically(
+    path: Path, write: Callable[[IO[bytes]], Any], *, private: bool = False
+) -> None:
     """Write to a temporary name beside `path`, then rename; nothing is left after a failure.
 
     Whatever the system refuses is a `FileError`. The temporary file is locked while it is written,
-    so that `remove_stale` can tell one in use from one that a killed process left.
+    so that `remove_stale` can tell one in use from one that a killed process left. A `private` file is
+    readable by its owner alone, at every moment.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +60,8 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
                 write(file)
                 file.flush()
                 os.fsync(file.fileno())
-                os.chmod(name, 0o666 & ~_umask())
+                if not private:  # as mkstemp made it
+                    os.chmod(name, 0o666 & ~_umask())
                 if fcntl is None:
                     file.close()  # Windows renames closed files only
                 os.replace(name, path)

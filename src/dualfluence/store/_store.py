@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.archive import Damaged, digest
+from .._support.options import check_path
 from ..operators import AbstractKernelOperator
 from ._format import (
     Header,
@@ -246,5 +247,5 @@ class StoredOperator(AbstractKernelOperator):
 
 def open_store(path: Any) -> Store:
     """A store that `build` made, complete or not; tiles are verified as they are read."""
-    path = Path(path)
+    path = check_path("open_store", path)
     return Store(path, read_header(path))

@@ -1,6 +1,5 @@
 """A desk for requests: every answer is as if retrained on what was asked so far, and on record."""
 
-import os
 import secrets
 import threading
 import time
@@ -15,7 +14,8 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.files import FileError, in_words
+from .._support.files import FileError, write_atomically
+from .._support.options import check_path
 from .._version import __version__
 from ..dual._fitted import Fitted
 from ..problem._certificate import Certificate
@@ -76,7 +76,7 @@ def open(
       nothing (`"erase"`).
     - `drift`: without `until`, a request is answered to this share of `‖θ − θ₀‖`.
     """
-    return Desk(Path(path), fitted, ids, references, drift, clock)
+    return Desk(check_path("open", path), fitted, ids, references, drift, clock)
 
 
 class Desk:
@@ -100,7 +100,9 @@ class Desk:
         self._turn = threading.RLock()
         try:
             names = as_names(fitted.data.num_points, ids)
-            self.ids = Ids(names, _salt(path / "salt"), fitted.data.sample_weights)
+            self.ids = Ids(
+                names, _salt(path / "salt", new=not self.ledger.lines), fitted.data.sample_weights
+            )
             if self.ledger.torn:
                 self.notes.append(
                     "a torn last line was dropped: its request was never acknowledged"
@@ -401,19 +403,22 @@ def _device() -> str:
     return f"{device.platform} {device.device_kind}"
 
 
-def _salt(path: Path) -> bytes:
-    """The folder's secret, made at first use and readable by its owner alone."""
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+def _salt(path: Path, *, new: bool) -> bytes:
+    """The folder's secret, readable by its owner alone; made where the ledger is `new`.
+
+    An empty file beside an empty ledger is what a kill at the first start can leave. No name was hashed
+    with it, so that a new salt takes its place.
+    """
+    found = path.exists()
+    if found and not (new and path.stat().st_size == 0):
         return _read_salt(path)
-    except OSError as error:
-        raise FileError(f"desk: cannot write {path}: {in_words(error)}.") from error
+    if not new:
+        raise FileError(
+            f"desk: {path} is gone, and without it no name of the ledger can be found. Restore it from "
+            "a copy."
+        )
     salt = secrets.token_bytes(32)
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(salt.hex())
-        file.flush()
-        os.fsync(file.fileno())
+    write_atomically(path, lambda file: file.write(salt.hex().encode("ascii")), private=True)
     return salt
 
 
@@ -427,7 +432,10 @@ def _read_salt(path: Path) -> bytes:
     except ValueError:
         salt = b""
     if len(salt) != 32:
-        raise FileError(f"{path}: not a salt of this desk. Restore it from a copy.")
+        raise FileError(
+            f"desk: {path} is not a salt of this desk: expected 64 hexadecimal digits. Restore it from a "
+            "copy."
+        )
     return salt
 
 

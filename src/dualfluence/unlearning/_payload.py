@@ -2,7 +2,6 @@
 
 import hashlib
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +52,7 @@ def write_payload(
     )
     raw = buffer.getvalue()
     try:
-        write_atomically(path, lambda file: file.write(raw))
-        os.chmod(path, 0o600)
+        write_atomically(path, lambda file: file.write(raw), private=True)
     except FileError as error:
         raise LedgerError(
             f"ledger: the request was not recorded and not applied: {error}"
