@@ -47,7 +47,7 @@ def test_newer_files_are_refused(case, tmp_path, monkeypatch):
     monkeypatch.setattr(_file, "VERSION", 99)
     fitted.save(tmp_path / "a.npz")
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="version 99, this release reads version 2"):
+    with pytest.raises(ValueError, match="version 99, this release reads version 3"):
         dfl.load(tmp_path / "a.npz", cases.model(p))
 
 

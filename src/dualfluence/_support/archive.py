@@ -41,15 +41,17 @@ def write_archive(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarr
     write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **members))
 
 
-def read_archive(path: Path, format: str, version: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Header and arrays of what `write_archive` wrote, or `FileError`."""
+def read_archive(
+    path: Path, format: str, version: int, what: str = "load"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Header and arrays of what `write_archive` wrote, or a `FileError` that says `what` was asked."""
     if not path.exists():
-        raise MissingFileError(f"load: there is no file {path}.")
-    with checking(path):
+        raise MissingFileError(f"{what}: there is no file {path}.")
+    with checking(path, what):
         with zipfile.ZipFile(path) as archive:
             members = _members(archive, path.stat().st_size)
             text = _read(archive, members, HEADER).tobytes()
-            _check_kind(path, peek(text), format, version)
+            _check_kind(what, path, peek(text), format, version)
             header = unseal(text)
             _check_names(header["sha256"], set(members) - {HEADER})
             arrays = {name: _read(archive, members, name) for name in header["sha256"]}
@@ -65,7 +67,7 @@ class Damaged(Exception):
 
 
 @contextmanager
-def checking(path: Path) -> Iterator[None]:
+def checking(path: Path, what: str = "load") -> Iterator[None]:
     """Whatever goes wrong inside is the file's fault: a `FileError` that names it."""
     try:
         yield
@@ -75,7 +77,7 @@ def checking(path: Path) -> Iterator[None]:
     except Exception as error:
         words = str(error) or type(error).__name__
         raise FileError(
-            f"load: {path} is damaged or was not written by dualfluence ({words}). Restore it from a "
+            f"{what}: {path} is damaged or was not written by dualfluence ({words}). Restore it from a "
             "copy, or make it again."
         ) from error
 
@@ -166,12 +168,12 @@ def _fill(member: Any, array: np.ndarray) -> None:
     member.read(1)
 
 
-def _check_kind(path: Path, header: dict[str, Any], format: str, version: int) -> None:
+def _check_kind(what: str, path: Path, header: dict[str, Any], format: str, version: int) -> None:
     if header.get("format") != format:
         raise Damaged(f"its format is {header.get('format')!r}, not {format!r}")
     if header.get("version") != version:
         raise FileError(
-            f"load: {path} has format version {header.get('version')}, this release reads version "
+            f"{what}: {path} has format version {header.get('version')}, this release reads version "
             f"{version}. Use the release that wrote it, or make the file again."
         )
 

@@ -21,7 +21,10 @@ from ..problem._objective import State
 from ..solvers import AbstractPreconditioner, SpectralPreconditioner
 from ._readout import Reference
 
-FORMAT, VERSION = "dualfluence-fitted", 2
+FORMAT, VERSION = "dualfluence-fitted", 3
+WITNESSES = {"commitments", "blinds"}
+"""Arrays of a desk's checkpoint that only its verification reads."""
+
 CLOSED_FORMS: dict[str, AbstractLoss] = {
     "SquaredError": SquaredError(),
     "SoftmaxCrossEntropy": SoftmaxCrossEntropy(),
@@ -45,8 +48,12 @@ def write_record(
     ridge: float,
     records: dict[str, Any],
     include_kernel: bool,
+    witnesses: dict[str, np.ndarray],
 ) -> None:
-    """Write the parts of a `Fitted` to one file; `records` go to its header."""
+    """Write the parts of a `Fitted` to one file.
+
+    `records` go to its header. `witnesses` are arrays for whoever checks the file, see `WITNESSES`.
+    """
     points = op.layout.points
     arrays = {
         "x": data.x,
@@ -65,6 +72,7 @@ def write_record(
         arrays |= _reference_arrays(reference, tangent_params)
     if include_kernel:
         arrays["kernel"] = _entries(op)
+    arrays |= witnesses
     header = {
         "format": FORMAT,
         "version": VERSION,

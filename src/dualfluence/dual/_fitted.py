@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from .._plan import check_fits
@@ -181,6 +183,9 @@ class Fitted(TrainedModel):
         """
         path = check_path("save", path)
         check_flag("save: include_kernel", include_kernel)
+        self._save(path, include_kernel, {})
+
+    def _save(self, path: Path, include_kernel: bool, witnesses: dict[str, np.ndarray]) -> None:
         fitted = self.without_spare_rows()
         write_record(
             path,
@@ -200,6 +205,7 @@ class Fitted(TrainedModel):
                 "fidelity": self.fidelity,
             },
             include_kernel=include_kernel,
+            witnesses=witnesses,
         )
 
     def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:

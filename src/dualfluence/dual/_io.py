@@ -35,6 +35,7 @@ from ._file import (
     CLOSED_FORMS,
     FORMAT,
     VERSION,
+    WITNESSES,
     LossName,
     OperatorForm,
     ReferenceForm,
@@ -53,7 +54,7 @@ DIAGONAL_SLACK, OUTPUT_SLACK = 1e3, 1e4
 """How many units in the last place another device may be off; larger, and other models pass."""
 
 REQUIRED = {"x", "targets", "sample_weights", "alpha", "k_alpha", "offset", "kernel_diagonal"}
-OPTIONAL = {"purged", "preconditioner", "reference_alpha", "kernel"}
+OPTIONAL = {"purged", "preconditioner", "reference_alpha", "kernel", *WITNESSES}
 LEAF = re.compile(r"(reference|tangent)_\d+")
 """Leaves of the parameters, by their place in the tree."""
 
@@ -211,6 +212,7 @@ def _check_arrays(content: Content) -> None:
         "kernel_diagonal": (n, c),
         "sample_weights": (n,),
         "kernel": _kernel_shape(content),
+        **dict.fromkeys(WITNESSES, (n, 32)),
     }
     for name, shape in shapes.items():
         if name in arrays and arrays[name].shape != shape:

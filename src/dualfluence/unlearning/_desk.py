@@ -14,16 +14,16 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.files import FileError, write_atomically
-from .._support.options import check_path
+from .._support.options import check_flag, check_path
 from .._version import __version__
 from ..dual._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit
 from ._engine import Engine, Work
-from ._ids import Ids, as_names
-from ._ledger import FORMAT, Ledger, LedgerError, References, commit_references
+from ._ids import Ids, as_names, read_salt
+from ._ledger import CHANGE_ROWS, FORMAT, Ledger, LedgerError, References, commit_references
 from ._payload import digest_of, edits_of, read_payload, write_payload
+from ._points import Points, read_commitments
 
 MODES = ("keep", "pseudonymise", "erase")
 
@@ -63,6 +63,7 @@ def open(
     ids: Iterable[str | int] | None = None,
     references: References = "keep",
     drift: float = 1e-2,
+    head: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> "Desk":
     """Open the desk of a model in a folder, replaying what its ledger holds.
@@ -75,8 +76,10 @@ def open(
     - `references`: what lines say of who asked: salted hashes (`"keep"`), row numbers (`"pseudonymise"`), or
       nothing (`"erase"`).
     - `drift`: without `until`, a request is answered to this share of `‖θ − θ₀‖`.
+    - `head`: `desk.head` of an earlier time, kept somewhere else. A ledger without that line, as one that was
+      cut before it, is refused.
     """
-    return Desk(check_path("open", path), fitted, ids, references, drift, clock)
+    return Desk(check_path("open", path), fitted, ids, references, drift, head, clock)
 
 
 class Desk:
@@ -89,6 +92,7 @@ class Desk:
         ids: Iterable[str | int] | None,
         references: str,
         drift: float,
+        head: str | None,
         clock: Callable[[], float],
     ) -> None:
         if references not in MODES:
@@ -99,16 +103,16 @@ class Desk:
         self.ledger, self.notes = Ledger(path / "ledger.jsonl"), []
         self._turn = threading.RLock()
         try:
+            if head is not None:
+                self.ledger.check_head(head)
             names = as_names(fitted.data.num_points, ids)
-            self.ids = Ids(
-                names, _salt(path / "salt", new=not self.ledger.lines), fitted.data.sample_weights
-            )
+            salt = read_salt(path / "salt", new=not self.ledger.lines)
+            self.ids = Ids(names, salt, fitted.data.sample_weights)
             if self.ledger.torn:
                 self.notes.append(
                     "a torn last line was dropped: its request was never acknowledged"
                 )
-            self.model_digest = digest_of(fitted)
-            first = self._first_line()
+            self.points, self.model_digest, first = self._start(salt, fitted)
             self.engine = Engine(fitted, drift=drift)
             if first == 0:
                 own, certificate = self.model_digest, fitted.certificate
@@ -138,6 +142,11 @@ class Desk:
     def certificate(self) -> Certificate:
         """How far it can be from retraining."""
         return self.model.certificate
+
+    @property
+    def head(self) -> str:
+        """Hash of the last line. Kept somewhere else, it shows later whether the ledger was cut."""
+        return self.ledger.last_hash
 
     def remove(self, ids: Any, *, until: float | None = None) -> Answer:
         """Leave points out for good, to a certified distance of at most `until`."""
@@ -176,9 +185,10 @@ class Desk:
             for name, value in arrays.items()
         }
         with self._turn:
-            edits, _ = self._edits(kind, _listed(ids), given)
+            edits, rows = self._edits(kind, _listed(ids), given)
             work = self.engine.propose(edits, until)
-        return _answered(None, work, digest_of(work.fitted), start)
+            _, after = self._after(kind, rows, work)
+        return _answered(None, work, after, start)
 
     def checkpoint(self, path: Any, *, include_kernel: bool = False) -> Path:
         """Save the model without the rows of removed points, and let the desk start from that file later.
@@ -186,27 +196,27 @@ class Desk:
         The contents of earlier requests (new features and labels) are deleted from the desk's folder.
         """
         with self._turn:
-            fitted = self.model.without_spare_rows()
-            gone = (fitted.data.sample_weights == 0).any()
-            fitted = fitted.purge() if gone else fitted
-            fitted.save(path, include_kernel=include_kernel)
-            self._record(
-                "checkpoint", [], 0, digest_of(fitted), fitted.certificate, "saved", None, None
-            )
-            self.engine = Engine(fitted, drift=self.engine.drift)
-            self.model_digest = digest_of(fitted)
-            for file in self.path.glob("request-*.npz"):
+            fitted, after = self._purged()
+            path = check_path("checkpoint", path)
+            check_flag("checkpoint: include_kernel", include_kernel)
+            fitted._save(path, include_kernel, self.points.witnesses(fitted.data))
+            own = self.points.write(self.path)
+            self._record("checkpoint", [], 0, after, fitted.certificate, "saved", None, None)
+            self._restart(fitted, after)
+            others = set(self.path.glob("points-*.npz")) - {own}
+            for file in (*self.path.glob("request-*.npz"), *others):
                 file.unlink()
-        return Path(path)
+        return path
 
     def retrain(self) -> Answer:
         """Train from scratch on what is left, to what the dtype can give."""
         start = time.perf_counter()
         with self._turn:
             work = self.engine.retrained()
-            after, number = digest_of(work.fitted), len(self.ledger.lines) + 1
+            points, after = self._after("retrain", [], work)
+            number = len(self.ledger.lines) + 1
             self._record("retrain", [], 0, after, work.fitted.certificate, work.how, None, None)
-            self._apply("retrain", [], [], work, after)
+            self._apply("retrain", [], [], work, points, after)
         return _answered(number, work, after, start)
 
     def record_publication(self, fields: dict[str, Any]) -> dict[str, Any]:
@@ -224,16 +234,25 @@ class Desk:
         with self._turn:
             edits, rows = self._edits(kind, ids, arrays)
             work = self.engine.propose(edits, until)
-            after, number = digest_of(work.fitted), len(self.ledger.lines) + 1
-            stored = None
+            points, after = self._after(kind, rows, work)
+            stored, number = None, len(self.ledger.lines) + 1
             if arrays or self.references == "erase":
                 names = [self.ids.reference(name) for name in ids] if kind == "add" else []
                 stored = write_payload(self._file_of(number), rows, names, arrays)
-            references = self._references(kind, ids, rows)
+            certificate, left = work.fitted.certificate, _retained(work.fitted)
             self._record(
-                kind, references, len(ids), after, work.fitted.certificate, work.how, until, stored
+                kind,
+                self._references(kind, ids, rows),
+                len(ids),
+                after,
+                certificate,
+                work.how,
+                until,
+                stored,
+                root=points.root,
+                retained=left,
             )
-            self._apply(kind, ids, rows, work, after)
+            self._apply(kind, ids, rows, work, points, after)
         return _answered(number, work, after, start)
 
     def _edits(
@@ -249,11 +268,37 @@ class Desk:
         rows = self.ids.rows(ids)
         return edits_of(kind, rows, arrays), rows
 
-    def _apply(self, kind: str, names: list[Any], rows: list[int], work: Work, after: str) -> None:
+    def _after(self, kind: str, rows: list[int], work: Work) -> tuple[Points, str]:
+        """The commitments and the digest of the model after a request."""
+        points, data = self.points, work.fitted.data
+        if kind in CHANGE_ROWS:
+            new = range(self.model.data.num_points, data.num_points)
+            points = points.after(data, rows if kind == "relabel" else new)
+        return points, digest_of(work.fitted, points.root)
+
+    def _purged(self) -> tuple[Fitted, str]:
+        """What a checkpoint saves, and its digest."""
+        fitted = self.model.without_spare_rows()
+        gone = (fitted.data.sample_weights == 0).any()
+        fitted = fitted.purge() if gone else fitted
+        return fitted, digest_of(fitted, self.points.root)
+
+    def _restart(self, fitted: Fitted, after: str) -> None:
+        self.engine, self.model_digest = Engine(fitted, drift=self.engine.drift), after
+
+    def _apply(
+        self,
+        kind: str,
+        names: list[Any],
+        rows: list[int],
+        work: Work,
+        points: Points,
+        after: str,
+    ) -> None:
         """Make an answer the state; nothing in here can fail."""
         before = self.model.data.num_points
         self.engine.accept(work)
-        self.model_digest = after
+        self.points, self.model_digest = points, after
         if kind == "remove":
             self.ids.remove(rows)
         elif kind == "add":
@@ -280,7 +325,11 @@ class Desk:
         until: float | None,
         payload: str | None,
         removal: dict[str, Any] | None = None,
+        *,
+        root: str | None = None,
+        retained: int | None = None,
     ) -> dict[str, Any]:
+        """Write a line; `root` and `retained` are those of the state unless the request changes them."""
         blind = secrets.token_hex(16)
         names = references or []
         return self.ledger.append(
@@ -291,6 +340,8 @@ class Desk:
             until=until,
             model_before=self.model_digest,
             model_after=after,
+            points=self.points.root if root is None else root,
+            retained=_retained(self.model) if retained is None else retained,
             certificate=plain_certificate(certificate),
             how=how,
             payload=payload,
@@ -302,23 +353,37 @@ class Desk:
             references_hash=None if references is None else commit_references(names, blind),
         )
 
-    def _first_line(self) -> int:
-        """Where replay starts: after the last line that this model stands behind; 0 for a new ledger."""
-        own = self.model_digest
+    def _start(self, salt: bytes, fitted: Fitted) -> tuple[Points, str, int]:
+        """Commitments, digest, and the line that this model stands behind, after which replay starts.
+
+        A checkpoint has copies of other points where purged ones were: their commitments are in the folder.
+        """
+        points = Points.of(salt, fitted.data)
         if not self.ledger.lines:
-            return 0
+            return points, digest_of(fitted, points.root), 0
         for line in reversed(self.ledger.lines):
-            if line["kind"] in ("open", "checkpoint") and line["model_after"] == own:
-                return line["sequence"]
+            if line["kind"] not in ("open", "checkpoint"):
+                continue
+            if fitted.data.purged is not None:
+                stored = read_commitments(self.path, line["points"])
+                points = Points.of(salt, fitted.data, stored)
+            own = digest_of(fitted, points.root)
+            if (points.root, own) == (line["points"], line["model_after"]):
+                return points, own, line["sequence"]
         raise LedgerError(
-            f"ledger: {self.ledger.path} is about another model: neither its first line nor a checkpoint "
-            f"has the digest {own[:12]}…. Give the model it began with, or its last checkpoint."
+            f"ledger: {self.ledger.path} is about another model or other data: neither its first line nor "
+            "a checkpoint has the digest of the one given. Give the model it began with, or its last "
+            "checkpoint; for a checkpoint the folder must have the file points-….npz that was made with it."
         )
 
     def _replay(self, line: dict[str, Any]) -> None:
         kind, number = line["kind"], line["sequence"]
-        if kind in ("open", "checkpoint", "publish"):
+        if kind in ("open", "publish"):
             return
+        if kind == "checkpoint":
+            fitted, after = self._purged()
+            self._compare(line, fitted, self.points, after)
+            return self._restart(fitted, line["model_after"])
         stored = read_payload(self._file_of(number), line["payload"], number)
         if stored is None and line["references"] is None:
             raise LedgerError(
@@ -336,24 +401,31 @@ class Desk:
             work = self.engine.retrained()
         else:
             work = self.engine.propose(edits_of(kind, rows, arrays), line["until"])
-        after = digest_of(work.fitted)
-        if after != line["model_after"]:
-            self._differs(line, work)
-        self._apply(kind, [], rows, work, line["model_after"])
+        points, after = self._after(kind, rows, work)
+        self._compare(line, work.fitted, points, after)
+        self._apply(kind, [], rows, work, points, line["model_after"])
         if kind == "add":
             self.ids.add_references(added, work.fitted.data.num_points - len(added))
 
-    def _differs(self, line: dict[str, Any], work: Work) -> None:
-        """Other bits than the line says: told if that is rounding, refused if it is another model."""
-        claimed, own = line["certificate"]["parameter_norm"], work.fitted.certificate.parameter_norm
-        slack = float(np.sqrt(np.finfo(work.fitted.offset.dtype).eps))
+    def _compare(self, line: dict[str, Any], fitted: Fitted, points: Points, after: str) -> None:
+        """Other rows than the line says are refused, and so is another model; rounding is noted."""
+        number, retained = line["sequence"], _retained(fitted)
+        if (points.root, retained) != (line["points"], line["retained"]):
+            raise LedgerError(
+                f"ledger: replaying line {number} gives other data than it says: {retained} points where it "
+                f"has {line['retained']}, or other features or targets. Was another model given to open?"
+            )
+        if after == line["model_after"]:
+            return
+        claimed, own = line["certificate"]["parameter_norm"], fitted.certificate.parameter_norm
+        slack = float(np.sqrt(np.finfo(fitted.offset.dtype).eps))
         if not abs(own - claimed) <= slack * abs(claimed):
             raise LedgerError(
-                f"ledger: replaying line {line['sequence']} gives another model than it says: a norm of "
+                f"ledger: replaying line {number} gives another model than it says: a norm of "
                 f"{own:.9g} instead of {claimed:.9g}. Were other data or settings given to open?"
             )
         self.notes.append(
-            f"line {line['sequence']} was made by other software, another device or another number of "
+            f"line {number} was made by other software, another device or another number of "
             "threads; replayed here it differs in rounding"
         )
 
@@ -381,6 +453,11 @@ def _answered(sequence: int | None, work: Work, after: str, start: float) -> Ans
     return Answer(sequence, certificate, work.how, work.fitted, after, seconds)
 
 
+def _retained(fitted: Fitted) -> int:
+    """Points with a weight."""
+    return int(np.count_nonzero(fitted.data.sample_weights))
+
+
 def _listed(ids: Any) -> list[Any]:
     """One name or several, as a list."""
     if isinstance(ids, (str, int, np.integer)):
@@ -401,42 +478,6 @@ def _software() -> dict[str, str]:
 def _device() -> str:
     device = jax.devices()[0]
     return f"{device.platform} {device.device_kind}"
-
-
-def _salt(path: Path, *, new: bool) -> bytes:
-    """The folder's secret, readable by its owner alone; made where the ledger is `new`.
-
-    An empty file beside an empty ledger is what a kill at the first start can leave. No name was hashed
-    with it, so that a new salt takes its place.
-    """
-    found = path.exists()
-    if found and not (new and path.stat().st_size == 0):
-        return _read_salt(path)
-    if not new:
-        raise FileError(
-            f"desk: {path} is gone, and without it no name of the ledger can be found. Restore it from "
-            "a copy."
-        )
-    salt = secrets.token_bytes(32)
-    write_atomically(path, lambda file: file.write(salt.hex().encode("ascii")), private=True)
-    return salt
-
-
-def _read_salt(path: Path) -> bytes:
-    try:
-        salt = bytes.fromhex(path.read_text("ascii"))
-    except PermissionError as error:
-        raise FileError(
-            f"desk: {path} is readable by its owner alone. Open the desk as that user."
-        ) from error
-    except ValueError:
-        salt = b""
-    if len(salt) != 32:
-        raise FileError(
-            f"desk: {path} is not a salt of this desk: expected 64 hexadecimal digits. Restore it from a "
-            "copy."
-        )
-    return salt
 
 
 __all__ = ["Answer", "Desk", "open", "plain_certificate"]

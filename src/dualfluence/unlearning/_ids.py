@@ -1,10 +1,13 @@
 """Names of training points: chosen by the user, used once, known to files by salted hash only."""
 
+import secrets
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from .._support.files import FileError, write_atomically
 from ._ledger import reference
 
 MAX_NAME = 256
@@ -96,3 +99,39 @@ class Ids:
         if row is None:
             raise KeyError(f"ids: {shown!r} was removed.")
         return row
+
+
+def read_salt(path: Path, *, new: bool) -> bytes:
+    """The folder's secret, readable by its owner alone; made where the ledger is `new`.
+
+    An empty file beside an empty ledger is what a kill at the first start can leave. No name was hashed
+    with it, so that a new salt takes its place.
+    """
+    found = path.exists()
+    if found and not (new and path.stat().st_size == 0):
+        return _read_salt(path)
+    if not new:
+        raise FileError(
+            f"desk: {path} is gone, and without it no name of the ledger can be found. Restore it from "
+            "a copy."
+        )
+    salt = secrets.token_bytes(32)
+    write_atomically(path, lambda file: file.write(salt.hex().encode("ascii")), private=True)
+    return salt
+
+
+def _read_salt(path: Path) -> bytes:
+    try:
+        salt = bytes.fromhex(path.read_text("ascii"))
+    except PermissionError as error:
+        raise FileError(
+            f"desk: {path} is readable by its owner alone. Open the desk as that user."
+        ) from error
+    except ValueError:
+        salt = b""
+    if len(salt) != 32:
+        raise FileError(
+            f"desk: {path} is not a salt of this desk: expected 64 hexadecimal digits. Restore it from a "
+            "copy."
+        )
+    return salt

@@ -9,6 +9,7 @@ import hashlib
 import hmac
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +22,43 @@ References = Literal["keep", "pseudonymise", "erase"]
 START = "0" * 64
 """The hash before the first line."""
 
-FORMAT = "dualfluence-ledger-1"
+FORMAT = "dualfluence-ledger-2"
+
+HASH = re.compile("[0-9a-f]{64}")
+
+FIELDS = frozenset(
+    (
+        *(
+            "format",
+            "sequence",
+            "before",
+            "hash",
+            "kind",
+            "count",
+            "time",
+            "until",
+            "how",
+            "payload",
+        ),
+        *(
+            "model_before",
+            "model_after",
+            "points",
+            "retained",
+            "certificate",
+            "removal",
+            "software",
+        ),
+        *("device", "references_mode", "references", "references_hash"),
+    )
+)
+"""All fields of a line."""
+
+CHANGE_ROWS = frozenset(("relabel", "correct", "add"))
+"""Requests that bring rows of their own; no other may change the commitment to the rows."""
+
+CHANGE_COUNT = {"remove": -1, "add": 1}
+"""What a request does to the number of points, for each point in it."""
 
 
 class LedgerError(FileError):
@@ -59,6 +96,20 @@ def commit_references(names: list[str], blind: str) -> str:
     return digest(blind.encode(), canonical(names))
 
 
+def missing_head(head: Any, hashes: list[str]) -> str | None:
+    """Why no line has the hash that somebody kept, in words, or `None` where one has."""
+    if not isinstance(head, str) or not HASH.fullmatch(head):
+        raise ValueError(
+            f"head: expected the hash of a line, 64 hexadecimal digits in lower case, got {head!r}."
+        )
+    if head in hashes:
+        return None
+    return (
+        f"none of the {len(hashes)} lines has the hash {head}: the ledger ends before that line, or is "
+        "another one"
+    )
+
+
 def check_line(raw: bytes, number: int, before: str) -> dict[str, Any]:
     """One line, or an error that names it."""
 
@@ -69,33 +120,58 @@ def check_line(raw: bytes, number: int, before: str) -> dict[str, Any]:
         )
 
     try:
-        fields = json.loads(raw, object_pairs_hook=_no_doubles)
+        fields = json.loads(raw, object_pairs_hook=_no_doubles, parse_constant=_no_number)
+        written = isinstance(fields, dict) and canonical(fields) == raw
     except (ValueError, RecursionError) as error:
         raise refuse("it is not JSON") from error
-    if not isinstance(fields, dict) or canonical(fields) != raw:
+    if not written:
         raise refuse("it is not written the way this file is written")
     if fields.get("sequence") != number or fields.get("before") != before:
         raise refuse("it does not follow from the line before")
     if seal(fields)["hash"] != fields.get("hash"):
         raise refuse("its hash is not that of its fields")
-    if fields.get("references") is not None:
+    if fields.get("format") != FORMAT:
+        raise LedgerError(
+            f"ledger: line {number} has format {fields.get('format')!r}, this release reads {FORMAT!r}. "
+            "Open it with the release that wrote it, or begin a ledger in another folder."
+        )
+    if set(fields) != FIELDS:
+        raise refuse("it does not have the fields of a line")
+    if fields["references"] is not None:
         _check_references(fields, refuse)
     return fields
 
 
+def contradiction(line: dict[str, Any], last: dict[str, Any] | None) -> str | None:
+    """What a line says that cannot be true after the line before it, in words; hashes do not see it."""
+    kind, count = line["kind"], line["count"]
+    if (last is None) != (kind == "open"):
+        return "only the first line opens a ledger"
+    if type(count) is not int or type(line["retained"]) is not int or line["retained"] < 1:
+        return "its numbers of points are no numbers of points"
+    if last is None:
+        return None
+    if line["model_before"] != last["model_after"]:
+        return "it starts from another model than the line before ends with"
+    if kind == "remove" and line["model_after"] == line["model_before"]:
+        return "it removes points and leaves the model as it was"
+    if line["retained"] != last["retained"] + CHANGE_COUNT.get(kind, 0) * count:
+        return f"it leaves {line['retained']} points of {last['retained']}"
+    if kind not in CHANGE_ROWS and line["points"] != last["points"]:
+        return "it changes features or targets, which its kind of request does not"
+    return None
+
+
 def _check_references(fields: dict[str, Any], refuse: Any) -> None:
-    names, blind = fields["references"].get("names"), fields["references"].get("blind")
-    known = (
-        isinstance(names, list)
-        and isinstance(blind, str)
-        and set(fields["references"])
-        == {
-            "names",
-            "blind",
-        }
-    )
-    if not known or commit_references(names, blind) != fields.get("references_hash"):
+    given = fields["references"]
+    known = isinstance(given, dict) and set(given) == {"names", "blind"}
+    known = known and isinstance(given["names"], list) and isinstance(given["blind"], str)
+    if not known or commit_references(given["names"], given["blind"]) != fields["references_hash"]:
         raise refuse("its references are not those that it was written with")
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no number")
 
 
 def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -115,6 +191,12 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
     lines, before = [], START
     for number, line in enumerate(raw[:whole].split(b"\n")[:-1], start=1):
         lines.append(check_line(line, number, before))
+        wrong = contradiction(lines[-1], lines[-2] if number > 1 else None)
+        if wrong is not None:
+            raise LedgerError(
+                f"ledger: line {number} contradicts the line before it: {wrong}. No desk writes such a "
+                "line; the file was forged. Restore it from a copy."
+            )
         before = lines[-1]["hash"]
     return lines, whole, whole < len(raw)
 
@@ -170,9 +252,18 @@ class Ledger:
     def last_hash(self) -> str:
         return self.lines[-1]["hash"] if self.lines else START
 
+    def check_head(self, head: str) -> None:
+        """Raise unless a line has this hash: a ledger that was cut ends before it."""
+        wrong = missing_head(head, [line["hash"] for line in self.lines])
+        if wrong is not None:
+            raise LedgerError(f"ledger: {wrong} ({self.path}). Restore the file from a copy.")
+
     def append(self, **fields: Any) -> dict[str, Any]:
         """Write one line and wait until the disk has it; after a failure the file is as it was."""
         line = seal({**fields, "sequence": len(self.lines) + 1, "before": self.last_hash})
+        wrong = contradiction(line, self.lines[-1] if self.lines else None)
+        if wrong is not None:
+            raise LedgerError(f"ledger: the request was not recorded and not applied: {wrong}.")
         raw = canonical(line) + b"\n"
         try:
             self._write(raw)

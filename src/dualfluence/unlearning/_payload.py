@@ -8,19 +8,23 @@ from typing import Any
 import numpy as np
 
 from .._support.files import FileError, write_atomically
+from ..dual._file import name_of
 from ..dual._fitted import Fitted
 from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace
-from ._ledger import LedgerError
+from ._ledger import LedgerError, digest
 
 
-def digest_of(fitted: Fitted) -> str:
-    """SHA-256 of the dual variables, sample weights and ridge: what the model is, given its kernel."""
-    found = hashlib.sha256()
-    for array in (fitted.alpha, fitted.data.sample_weights, np.float64(fitted.ridge)):
+def digest_of(fitted: Fitted, root: str = "") -> str:
+    """SHA-256 of what the model is, given its kernel: loss, ridge, weights, dual variables and offsets.
+
+    `root` is that of the commitments to its features and targets, for a model with a desk.
+    """
+    parts = [name_of(fitted.loss).encode("utf-8"), root.encode("ascii")]
+    offset = fitted.layout.points(fitted.offset)
+    for array in (fitted.alpha, fitted.data.sample_weights, np.float64(fitted.ridge), offset):
         plain = np.asarray(array, order="C")
-        found.update(f"{plain.dtype.str} {plain.shape} ".encode())
-        found.update(plain.tobytes())
-    return found.hexdigest()
+        parts += [f"{plain.dtype.str} {plain.shape}".encode(), plain.tobytes()]
+    return digest(*parts)
 
 
 def edits_of(kind: str, rows: list[int], arrays: dict[str, np.ndarray]) -> list[AbstractEdit]:

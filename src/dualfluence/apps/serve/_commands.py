@@ -9,6 +9,11 @@ NETWORK = (
     "module:function that returns (apply_fn, params) or a kernel: what the file was fitted with."
 )
 
+VERIFIED = (
+    "module:function as for serve: K is computed again with it, and not believed of the file."
+)
+HEAD = "Hash of a line, kept from earlier: a ledger that was cut before it is refused."
+
 
 def register(app: typer.Typer) -> None:
     """Add both commands."""
@@ -25,6 +30,7 @@ def register(app: typer.Typer) -> None:
         ] = "keep",
         host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
+        head: Annotated[str | None, typer.Option(help=HEAD)] = None,
         x64: Annotated[bool, typer.Option(help="Compute in float64.")] = True,
     ) -> None:
         """Serve requests to a model: remove, preview, predict, attribute, ledger, health."""
@@ -45,9 +51,8 @@ def register(app: typer.Typer) -> None:
 
         ledger.mkdir(parents=True, exist_ok=True)
         token = read_token(ledger / "token")
-        desk = open_desk(
-            ledger, load_fitted(model, network), ids=read_names(ids), references=references
-        )
+        fitted = load_fitted(model, network)
+        desk = open_desk(ledger, fitted, ids=read_names(ids), references=references, head=head)
         for note in desk.notes:
             typer.echo(f"note: {note}")
         typer.echo(f"listening at http://{host}:{port}; the token is in {ledger / 'token'}")
@@ -57,16 +62,36 @@ def register(app: typer.Typer) -> None:
     def verify_command(
         ledger: Annotated[Path, typer.Argument(help="Ledger, or its folder.")],
         model: Annotated[Path | None, typer.Option(help="Model saved by a checkpoint.")] = None,
+        network: Annotated[str | None, typer.Option(help=VERIFIED)] = None,
+        at: Annotated[
+            int | None, typer.Option(min=1, help="Line that the model is of; by default the last.")
+        ] = None,
+        head: Annotated[str | None, typer.Option(help=HEAD)] = None,
         documents: Annotated[
             Path | None, typer.Option(help="Folder for certificate documents.")
         ] = None,
+        x64: Annotated[bool, typer.Option(help="Compute K of the network in float64.")] = True,
     ) -> None:
-        """Check a ledger's chain and a model's certificate with NumPy alone."""
+        """Check a ledger's chain and a model's certificate with NumPy alone, K by the network if named."""
+        from ..._support.files import FileError
         from ...unlearning import verify
         from ...unlearning._documents import write_documents
         from ...unlearning._ledger import read_lines
 
-        report = verify(ledger, model)
+        if network is not None and model is None:
+            raise typer.BadParameter("--network computes the K of a model: give --model as well")
+        if network is not None and x64:
+            import jax
+
+            jax.config.update("jax_enable_x64", True)
+        from ._model import kernel_of
+
+        try:
+            kernel = None if network is None or model is None else kernel_of(model, network)
+            report = verify(ledger, model, kernel=kernel, at=at, head=head)
+        except (FileError, ValueError) as error:
+            typer.echo(f"PROBLEM: {error}")
+            raise typer.Exit(1) from error
         typer.echo(report.summary())
         if not report.valid:
             raise typer.Exit(1)
