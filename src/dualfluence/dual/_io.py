@@ -44,10 +44,11 @@ from ._file import (
 )
 from ._fitted import Fitted
 from ._readout import Reference
+from ._recheck import computed_again
 from ._record import Stats
 from ._setup import KERNEL_SLACK, check_given, choose_form
 
-PROBES = 4
+PROBES = 8
 """Training points at which the model is compared with the file."""
 
 DIAGONAL_SLACK, OUTPUT_SLACK = 1e3, 1e4
@@ -90,8 +91,10 @@ def load(
     """Restore what `Fitted.save` wrote.
 
     A file that is damaged, foreign or makes no sense is a `FileError`: every array and the header
-    carry a SHA-256, sizes are compared before anything is read, and every field is checked. A
-    checksum finds accidents; who can write the file can also write its checksums.
+    carry a SHA-256, sizes are compared before anything is read, and every field is checked. A checksum
+    finds accidents; whoever can write the file can also write its checksums. So the certificate is not
+    the file's: outputs, `Kα` and residual are computed again, with two products. A `K` in the file is
+    compared with the model's at a few points, and the certificate speaks of that `K`.
 
     **Arguments:**
 
@@ -118,7 +121,7 @@ def load(
         _check_targets(own_loss, content)
     source = _source(model, content)
     reference = _reference(source, content)
-    source = _at_tangent(source, content, reference)
+    initial, source = source.network, _at_tangent(source, content, reference)
     fitted = Fitted(
         source=source,
         data=_training_set(content),
@@ -137,8 +140,9 @@ def load(
         fidelity=content.fidelity,
         epsilon=source.narrow_eps,
     )
-    _check_outputs(fitted, _slack(content, OUTPUT_SLACK))
-    return fitted
+    slack = _slack(content, OUTPUT_SLACK)
+    _check_outputs(fitted, slack)
+    return computed_again(fitted, initial, slack)
 
 
 def _source(model: Any, content: Content) -> AbstractSource:
@@ -369,7 +373,7 @@ def _operator(
 ) -> AbstractKernelOperator:
     arrays, how, (n, c) = content.arrays, content.operator, content.shape
     x = jnp.asarray(arrays["x"])
-    _check_diagonal(source, x, content)
+    _check_entries(source, x, content)
     if given is not None:
         check_given("load", source, x, c, given)
         op = given
@@ -384,24 +388,44 @@ def _operator(
     return widen(op) if how.refined and op.dtype != arrays["alpha"].dtype else op
 
 
-def _check_diagonal(source: AbstractSource, x: Any, content: Content) -> None:
-    """The kernel's diagonal at a few training points must be the stored one."""
-    few, want = x[:PROBES], content.arrays["kernel_diagonal"][:PROBES]
+def _check_entries(source: AbstractSource, x: Any, content: Content) -> None:
+    """The kernel's diagonal, and its entries if they are stored, must be the model's at a few points."""
+    (n, c), arrays = content.shape, content.arrays
+    where = _some(np.arange(n))
     try:
-        op = source.operator(few, want.shape[1], form="auto", progress=False)
-        got = np.asarray(op.diagonal())
+        few = source.operator(x[where], c, form="auto", progress=False)
+        own = np.asarray(few.dense(), np.float64).reshape(len(where), c, len(where), c)
     except Exception as error:
         raise ValueError(
             f"load: this model is not the one that was saved: it cannot take the stored points, of "
             f"shape {tuple(x.shape)} and dtype {x.dtype} ({type(error).__name__}). Build it as before."
         ) from error
-    slack = _slack(content, DIAGONAL_SLACK) * float(np.abs(want).max())
-    worst = float(np.abs(got - want).max()) if got.shape == want.shape else np.inf
+    apart = _diagonal_of(own) - arrays["kernel_diagonal"][where]
+    if "kernel" in arrays:
+        K = arrays["kernel"]
+        if content.operator.kronecker:
+            K = np.kron(K[np.ix_(where, where)], np.eye(c)).reshape(own.shape)
+        else:
+            K = K.reshape(n, c, n, c)[where][:, :, where]
+        apart = own - K
+    slack = _slack(content, DIAGONAL_SLACK) * float(np.abs(arrays["kernel_diagonal"]).max())
+    worst = float(np.abs(apart).max())
     if not worst <= slack:
         raise ValueError(
-            f"load: this model is not the one that was saved: its kernel at the first {len(few)} "
-            f"points differs by {worst:.3g}. Build it from the same parameters."
+            f"load: this model is not the one that was saved: its kernel at {len(where)} points "
+            f"differs by {worst:.3g}. Build it from the same parameters."
         )
+
+
+def _some(points: np.ndarray) -> np.ndarray:
+    """A few points, by chance: whoever forges a file does not know which."""
+    return np.sort(np.random.default_rng().permutation(points)[:PROBES])
+
+
+def _diagonal_of(K: np.ndarray) -> np.ndarray:
+    """`(m, c)` of entries `(m, c, m, c)`."""
+    m, c = K.shape[:2]
+    return np.diagonal(K.reshape(m * c, m * c)).reshape(m, c)
 
 
 def _check_outputs(fitted: Fitted, slack: float) -> None:
@@ -410,7 +434,7 @@ def _check_outputs(fitted: Fitted, slack: float) -> None:
     if ref is not None and not ref.linearised and fitted.data.purged is not None:
         return  # a purge moved the reference: the network there is not its linearisation
     present = np.flatnonzero(fitted.data.sample_weights)
-    where = present[np.unique(np.linspace(0, present.size - 1, PROBES).astype(int))]
+    where = _some(present)
     want, got = fitted.outputs[where], fitted.predict(fitted.data.x[where])
     diagonal = jnp.maximum(fitted.kernel_diagonal, 0)
     reach = jnp.sqrt(jnp.max(diagonal) * jnp.sum(diagonal * fitted.alpha**2))

@@ -27,6 +27,7 @@ class Reference(eqx.Module):
     - `tangent`: `J` is taken at `θ₀` (`"initial"`) or at `θ_ref` (`"trained"`).
     - `gap`: `‖θ − θ₀ − Jᵀα‖`. It is the same at `θ_ref` and after every edit, which moves `θ` by `JᵀΔα`.
     - `certified`: whether the model is linear in its parameters, so that certificates hold.
+    - `claimed`: whether `gap` and `certified` are a file's word, as the points they came from were purged.
     """
 
     params: PyTree
@@ -35,6 +36,7 @@ class Reference(eqx.Module):
     tangent: str = eqx.field(static=True, default="initial")
     gap: float = eqx.field(static=True, default=0.0)
     certified: bool = eqx.field(static=True, default=False)
+    claimed: bool = eqx.field(static=True, default=False)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,9 @@ from ._model import TrainedModel
 
 def show_fitted(fitted: TrainedModel) -> str:
     """One screen about a model."""
-    rows = [*_rows(fitted, fitted), ("certificate", fitted.certificate.summary())]
+    ref = fitted.reference
+    claimed = " (gap and linearity claimed by the file)" if ref is not None and ref.claimed else ""
+    rows = [*_rows(fitted, fitted), ("certificate", fitted.certificate.summary() + claimed)]
     if fitted.fidelity is not None:
         f = fitted.fidelity
         text = f"‖∇L‖ {f.gradient_norm:.2g}, gaps {f.parameter_gap:.2g} (θ), {f.output_gap:.2g} (f)"
