@@ -121,8 +121,18 @@ def close(again, fitted, bits=True):
     assert cases.same_bits(again, fitted) or not bits
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("form", ["dense", "matrix-free", "refined", "edited", "added"])
+FORMS = ["dense", "matrix-free", "refined", "edited", "added"]
+
+
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        pytest.param(form, dtype, marks=[pytest.mark.thorough] if slow else [])
+        for form in FORMS
+        for dtype in (jnp.float32, jnp.float64)
+        for slow in [(form, dtype) != ("edited", jnp.float32)]
+    ],
+)
 def test_an_honest_file_has_the_certificate_that_it_was_saved_with(tmp_path, dtype, form):
     p = problems.linear_problem(7, 2, 20, "softmax", ridge=0.05)
     options = {"matrix-free": "matrix-free", "refined": dfl.KernelOptions(refine=True)}
@@ -139,6 +149,7 @@ def test_an_honest_file_has_the_certificate_that_it_was_saved_with(tmp_path, dty
         close(again, fitted, bits=form != "added")  # K of all points at once rounds otherwise
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64], ids=["float32", "float64"])
 def test_an_honest_kronecker_file_and_one_on_disk(tmp_path, dtype):
     p, sigma, _ = problems.kronecker_problem(7, 2, 6, "logistic")
@@ -205,6 +216,7 @@ def test_the_gap_of_purged_points_is_a_claim_and_marked_as_one(tmp_path):
         path = saved(again, tmp_path / "b.npz")
 
 
+@pytest.mark.thorough
 def test_a_model_without_its_points_is_loaded_in_the_default_precision(tmp_path):
     """float32 as JAX comes, one and five rows, and what a user calls."""
     jax.config.update("jax_enable_x64", False)
