@@ -1,5 +1,6 @@
 """Estimators for scikit-learn, against scikit-learn: `make frameworks`."""
 
+import importlib
 import pickle
 import warnings
 
@@ -17,6 +18,7 @@ X = RNG.normal(size=(40, 4))
 LABELS = np.array(["a", "b", "c"])[np.argmax(X[:, :3] + 0.5 * RNG.normal(size=(40, 3)), axis=1)]
 VALUES = X @ RNG.normal(size=4) + 1 + 0.1 * RNG.normal(size=40)
 RIDGE = 0.01
+SOFTMAX = dfl.SoftmaxCrossEntropy()
 GONE = [3, 11, 20]
 KEPT = np.setdiff1d(np.arange(40), GONE)
 ONES = np.ones((40, 1))
@@ -51,13 +53,19 @@ def coefficients(model):
     return np.column_stack([np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)])
 
 
-@pytest.mark.parametrize("intercept", [True, "free"])
+def jax_in(bits):
+    """The scope of one precision of JAX, whatever the suite runs in."""
+    home = jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")
+    return home.enable_x64(bits == 64)
+
+
+@pytest.mark.parametrize(("intercept", "bits"), [(True, 32), ("free", 32), ("free", 64)])
 @pytest.mark.parametrize("name", ["DualInfluenceClassifier", "DualInfluenceRegressor"])
-def test_passes_every_check_of_scikit_learn(name, intercept):
+def test_passes_every_check_of_scikit_learn(name, intercept, bits):
     from sklearn.utils.estimator_checks import check_estimator
 
     estimator = getattr(dfl.adapters, name)(fit_intercept=intercept)
-    with warnings.catch_warnings():
+    with jax_in(bits), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of checks that feed nonsense on purpose
         results = check_estimator(estimator, on_fail="raise", on_skip=None)
     skipped = {r["check_name"] for r in results if r["status"] != "passed"}
@@ -139,12 +147,123 @@ def test_the_default_logistic_regression_can_be_taken_over_from_its_coefficients
     assert np.sqrt(1e7) * bound > 1
 
 
-def test_two_classes_have_one_row_of_coefficients_in_scikit_learn():
+@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("name", ["breast_cancer", "digits"])
+def test_the_documented_recipe_gives_the_logistic_regression_of_scikit_learn(name, bits):
+    """`ridge = 1/(nC)`, for two classes and for ten, in shapes and in numbers."""
+    from sklearn import datasets
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.preprocessing import StandardScaler
+
+    x, y = getattr(datasets, f"load_{name}")(return_X_y=True)
+    x, y, C = StandardScaler().fit_transform(x)[:400], y[:400], 0.5
+    want = LogisticRegression(C=C, solver="newton-cg", tol=1e-12, max_iter=10_000).fit(x, y)
+    with jax_in(bits):
+        model = classifier(fit_intercept="free").set_params(ridge=1 / (len(y) * C)).fit(x, y)
+        for call in ("decision_function", "predict_proba"):
+            ours, theirs = getattr(model, call)(x), getattr(want, call)(x)
+            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
+        np.testing.assert_array_equal(model.predict(x), want.predict(x))
+    assert model.coef_.shape == want.coef_.shape
+    assert model.intercept_.shape == want.intercept_.shape
+    np.testing.assert_allclose(model.coef_, want.coef_, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(model.intercept_, want.intercept_, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_the_documented_recipe_gives_the_ridge_regression_of_scikit_learn(bits):
+    from sklearn.datasets import load_diabetes
+    from sklearn.linear_model import Ridge
+
+    x, y = load_diabetes(return_X_y=True, scaled=False)
+    x = (x - x.mean(axis=0)) / x.std(axis=0)
+    want = Ridge(alpha=3.0).fit(x, y)
+    with jax_in(bits):
+        model = regressor(fit_intercept="free").set_params(ridge=3.0 / len(y)).fit(x, y)
+        outputs = model.predict(x)
+    assert (model.coef_.shape, outputs.dtype) == (want.coef_.shape, np.float64)
+    # Targets near 150: the last digit that the pull on the intercept, a ten-millionth, takes away.
+    np.testing.assert_allclose(outputs, want.predict(x), rtol=1e-6)
+    np.testing.assert_allclose(model.coef_, want.coef_, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+def test_every_call_computes_in_float64_whatever_jax_is_set_to(bits):
     y = (LABELS == "a").astype(int)
-    model = classifier(fit_intercept="free").fit(X, y)
-    want = default_logistic(X, y, 2 / (40 * RIDGE))[0]
-    got = coefficients(model)
-    np.testing.assert_allclose(got[1] - got[0], want, rtol=0, atol=1e-5)
+    with jax_in(bits):
+        model = pickle.loads(pickle.dumps(classifier().fit(X, y).unfit(GONE[:1])))
+        model.unfit(GONE[1:])
+        rows = np.hstack([X, ONES])[KEPT]
+        theirs = newton(C=1 / (len(KEPT) * RIDGE), fit_intercept=False).fit(rows, y[KEPT])
+        np.testing.assert_allclose(coefficients(model), theirs.coef_, rtol=0, atol=1e-7)
+        scores = model.attribute(X[:2], y[:2], of="margin", progress=False)
+        assert isinstance(scores, dfl.attribution.Attribution)
+        assert scores.values.dtype == model.predict_proba(X).dtype == np.float64
+        assert model.label_scores().dtype == np.float64
+        with model.precision():
+            assert (
+                model.fitted_.edit(dfl.Relabel([0], [[1.0]]), progress=False).alpha.dtype == float
+            )
+        if bits == 32:
+            with pytest.raises(RuntimeError, match=r"with estimator\.precision\(\)"):
+                _ = model.fitted_
+
+
+def newton(**options):
+    from sklearn.linear_model import LogisticRegression
+
+    return LogisticRegression(solver="newton-cg", tol=1e-12, max_iter=10_000, **options)
+
+
+def test_a_network_with_one_output_serves_two_classes_and_with_two_it_has_one_for_each():
+    y = (LABELS == "a").astype(int)
+    for width in (1, 2):
+        net = eqx.nn.MLP(4, width, 5, 1, key=jax.random.key(0))
+        model = classifier(model=dfl.adapters.from_equinox(net)).fit(X, y)
+        assert model.decision_function(X).shape == (40,)
+        shares = model.predict_proba(X)
+        np.testing.assert_allclose(shares.sum(axis=1), 1, rtol=0, atol=1e-12)
+        np.testing.assert_array_equal(model.predict(X), shares.argmax(axis=1))
+        loss, targets = (dfl.Logistic(), y[:, None] * 1.0) if width == 1 else (SOFTMAX, y)
+        own = dfl.fit(model.model, X, targets, loss=loss, ridge=RIDGE).predict(X)
+        want = own[:, 0] if width == 1 else own[:, 1] - own[:, 0]
+        np.testing.assert_allclose(model.decision_function(X), want, rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match=r"2 outputs for 3 classes, \['a', 'b', 'c'\]"):
+        classifier(model=dfl.adapters.from_equinox(net)).fit(X, LABELS)
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+def test_a_kernel_serves_any_number_of_classes(classes):
+    y = (LABELS == "a").astype(int) if classes == 2 else LABELS
+    own = classifier(model=lambda a, b: a @ b.T + 1).fit(X, y)
+    np.testing.assert_allclose(
+        own.decision_function(X), classifier().fit(X, y).decision_function(X), rtol=0, atol=1e-9
+    )
+
+
+def test_label_scores_are_the_losses_of_labels_under_models_trained_without_them():
+    y = VALUES.copy()
+    y[[4, 30]] += 5
+    scores = regressor().fit(X, y).label_scores()
+    rows = np.hstack([X, ONES])
+    for i in range(40):
+        kept = np.setdiff1d(np.arange(40), [i])
+        A = rows[kept].T @ rows[kept] + 39 * RIDGE * np.eye(5)
+        left = y[i] - rows[i] @ np.linalg.solve(A, rows[kept].T @ y[kept])
+        np.testing.assert_allclose(scores[i], 0.5 * left**2, rtol=1e-8)
+    assert set(np.argsort(-scores)[:2]) == {4, 30}
+
+
+@pytest.mark.parametrize("labels", [LABELS, (LABELS == "a").astype(int)])
+def test_refined_label_scores_are_those_of_retrained_classifiers(labels):
+    model = classifier().fit(X, labels).unfit(GONE)
+    scores = model.label_scores(refine=1e-6)
+    assert (scores[GONE] == 0).all()
+    for i in KEPT[:5]:
+        without = classifier().fit(X[np.setdiff1d(KEPT, [i])], labels[np.setdiff1d(KEPT, [i])])
+        share = without.predict_proba(X[[i]])[0, list(model.classes_).index(labels[i])]
+        np.testing.assert_allclose(scores[i], -np.log(share), rtol=0, atol=1e-5)
 
 
 def test_ridge_regression_with_a_free_intercept():
@@ -179,7 +298,7 @@ def test_without_an_intercept_there_is_none():
 
 def test_attribution_is_the_change_of_loss_on_leaving_a_point_out():
     model = regressor().fit(X, VALUES)
-    scores = model.attribute(X[:2], VALUES[:2])
+    scores = model.attribute(X[:2], VALUES[:2]).values
     before = 0.5 * (model.predict(X[:2]) - VALUES[:2]) ** 2
     for i in GONE:
         weights = ridge(np.setdiff1d(np.arange(40), [i]))
@@ -190,7 +309,7 @@ def test_attribution_is_the_change_of_loss_on_leaving_a_point_out():
 def test_attribution_without_labels_asks_about_the_prediction():
     model = classifier().fit(X, LABELS)
     np.testing.assert_array_equal(
-        model.attribute(X[:3]), model.attribute(X[:3], model.predict(X[:3]))
+        model.attribute(X[:3]).values, model.attribute(X[:3], model.predict(X[:3])).values
     )
     with pytest.raises(ValueError, match=r"\['z'\] are no classes"):
         model.attribute(X[:1], ["z"])

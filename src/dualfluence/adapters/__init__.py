@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 from ._adapted import Adapted as Adapted
 from ._adapted import need
 from ._equinox import from_equinox as from_equinox
+from ._from_sklearn import from_sklearn as from_sklearn
+from ._from_sklearn import to_sklearn as to_sklearn
 from ._haiku import from_haiku as from_haiku
 from ._keras import from_keras as from_keras
 from ._linen import from_linen as from_linen

@@ -1,8 +1,11 @@
 """Estimators for scikit-learn that can lose training points after they were fitted."""
 # pyright: reportMissingImports=false
 
+import math
 import tempfile
 import warnings
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,15 +19,23 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from ..dual._attribution import Attribution
 from ..dual._fit import fit
 from ..dual._fitted import Fitted
 from ..dual._io import load
 from ..dual._record import FLOOR_LIMIT
 from ..dual._train import default_tolerance
 from ..kernels._scale import FREE, FREE_SCALES
-from ..losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..models._options import KernelOptions
+from ..models._sources import as_source
 from ..problem._edits import Remove
+
+
+def in_float64() -> AbstractContextManager[Any]:
+    """A scope in which JAX computes in float64. JAX moved its name between the versions supported."""
+    home: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")
+    return home.enable_x64(True)
 
 
 class _Linear(eqx.Module):
@@ -49,6 +60,26 @@ class _DualEstimator(BaseEstimator):
         self.fit_intercept = fit_intercept
         self.model = model
 
+    def precision(self) -> AbstractContextManager[Any]:
+        """The scope that every method runs in, for the use of `fitted_` by itself.
+
+        Linear features are computed in float64, as scikit-learn does, whatever JAX is set to; a `model`
+        of your own in the precision that JAX is set to.
+        """
+        return in_float64() if self.model is None else nullcontext()
+
+    @property
+    def fitted_(self) -> Fitted:
+        """The `Fitted` behind the estimator, for every other edit and read-out."""
+        fitted: Fitted = self._fitted
+        wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+        if self.model is None and not wide:
+            raise RuntimeError(
+                f"{type(self).__name__}.fitted_ holds float64 arrays, which JAX in float32 would round. "
+                "Use it inside of its scope: with estimator.precision(): estimator.fitted_.edit(...)."
+            )
+        return fitted
+
     def unfit(self, indices: Any) -> Any:
         """Forget training points, exactly: as if fitted again without them.
 
@@ -58,42 +89,68 @@ class _DualEstimator(BaseEstimator):
         **Returns:** itself, changed.
         """
         check_is_fitted(self)
-        limit = default_tolerance(self.fitted_.offset.dtype)
-        update = self.fitted_.edit(
-            Remove(indices), drift=limit, on_failure="report", progress=False
-        )
-        self._keep(update.commit().purge())
+        with self.precision():
+            limit = default_tolerance(self.fitted_.offset.dtype)
+            update = self.fitted_.edit(
+                Remove(indices), drift=limit, on_failure="report", progress=False
+            )
+            self._keep(update.commit().purge())
         return self
 
-    def attribute(self, X: Any, y: Any = None) -> np.ndarray:
-        """What leaving each training point out would add to the loss of each query, `(q, n)`.
+    def attribute(self, X: Any, y: Any = None, **options: Any) -> Attribution:
+        """What leaving each training point out would add to the loss of each query.
 
         **Arguments:**
 
         - `X`, `y`: queries and their targets; without targets, the model's own predictions stand in.
+        - `options`: those of `Fitted.attribute`, such as `of="margin"` or `refine=1e-6`.
+
+        **Returns:** `Attribution`, whose `values` have the shape `(q, n)`.
         """
         check_is_fitted(self)
         y = self.predict(X) if y is None else y
-        X, y = self._validated(X, y, reset=False, **self._kinds)
-        values = self.fitted_.attribute(X, self._targets(y), progress=False).values
-        return np.asarray(values)
+        with self.precision():
+            X, y = self._validated(X, y, reset=False, **self._kinds)
+            return self.fitted_.attribute(X, self._targets(y), **{"progress": False} | options)
+
+    def label_scores(self, *, refine: float | None = None) -> np.ndarray:
+        r"""How little each training point's label agrees with all the others, `(n,)`: what
+        `dualfluence audit` sorts by.
+
+        $$s_i = \ell(f_{-i}(x_i), y_i),$$
+
+        the loss of the point's own label under the model trained without the point. The largest scores
+        are the labels to look at first. Points that were forgotten have the score 0.
+
+        **Arguments:**
+
+        - `refine`: by default one Newton step takes a point away, which is exact for squared error; with
+          `refine` steps go on to this certified distance to exact retraining.
+        """
+        check_is_fitted(self)
+        with self.precision():
+            fitted, data = self.fitted_, self.fitted_.data
+            first = {"xq": data.x[:1], "yq": data.targets[:1]}  # only the effect on itself is read
+            result = fitted.attribute(**first, refine=refine, progress=False)
+            scores = fitted.loss.value(jnp.asarray(result.outputs_without), data.targets)
+            return np.where(np.asarray(data.sample_weights) > 0, np.asarray(scores), 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """The state with the model as the bytes of a saved file, whose parts carry checksums."""
         given: Any = super().__getstate__()
         state: dict[str, Any] = dict(given)
-        if "fitted_" in state:
-            with tempfile.TemporaryDirectory() as folder:
-                state["fitted_"].save(path := Path(folder) / "model")
-                state["fitted_"] = path.read_bytes()
+        if "_fitted" in state:
+            with self.precision(), tempfile.TemporaryDirectory() as folder:
+                state["_fitted"].save(path := Path(folder) / "model")
+                state["_fitted"] = path.read_bytes()
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "fitted_" in state:
-            with tempfile.TemporaryDirectory() as folder:
-                (path := Path(folder) / "model").write_bytes(state["fitted_"])
-                self.fitted_ = load(path, self._model(), progress=False)
+        if "_fitted" in state:
+            with self.precision(), tempfile.TemporaryDirectory() as folder:
+                (path := Path(folder) / "model").write_bytes(state["_fitted"])
+                self._fitted = load(path, self._model(), progress=False)
 
     def _model(self) -> Any:
         return _Linear(self._intercept_scale) if self.model is None else self.model
@@ -111,9 +168,13 @@ class _DualEstimator(BaseEstimator):
         return FREE_SCALES[jax.dtypes.canonicalize_dtype(np.float64).name]
 
     def _learn(
-        self, X: np.ndarray, targets: np.ndarray, loss: AbstractLoss, sample_weight: Any
+        self,
+        X: np.ndarray,
+        targets: np.ndarray,
+        loss: AbstractLoss,
+        num_outputs: int | None,
+        sample_weight: Any,
     ) -> None:
-        c = self._num_outputs(targets) if self.model is None else None
         fitted = fit(
             self._model(),
             X,
@@ -121,7 +182,7 @@ class _DualEstimator(BaseEstimator):
             loss=loss,
             ridge=self.ridge,
             weights=sample_weight,
-            kernel=KernelOptions(num_outputs=c),
+            kernel=KernelOptions(num_outputs=num_outputs),
             on_failure="report",
             progress=False,
         )
@@ -138,9 +199,9 @@ class _DualEstimator(BaseEstimator):
                 f"{cert.distance_bound:.1e} from its optimum: {fitted.stats.reason}. "
                 "Scale the features, or give a larger ridge.",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
-        self.fitted_ = fitted
+        self._fitted = fitted
         self.certificate_ = cert
         if self.model is None:
             alpha = np.asarray(fitted.alpha)
@@ -149,8 +210,9 @@ class _DualEstimator(BaseEstimator):
 
     def _outputs(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
-        X = self._validated(X, reset=False)
-        return np.asarray(self.fitted_.predict(X))
+        with self.precision():
+            X = self._validated(X, reset=False)
+            return np.asarray(self.fitted_.predict(X))
 
     def _validated(self, X: Any, y: Any = "no_validation", **options: Any) -> Any:
         """Checked by scikit-learn; a model of one's own may take points of any shape."""
@@ -164,73 +226,107 @@ class _DualEstimator(BaseEstimator):
     def _targets(self, y: np.ndarray) -> np.ndarray:
         raise NotImplementedError
 
-    def _num_outputs(self, targets: np.ndarray) -> int:
-        raise NotImplementedError
+
+def _own_outputs(model: Any, X: np.ndarray) -> int:
+    """How many outputs a model gives by itself; 1 for a kernel that serves any number."""
+    source = as_source(model, X)
+    base = source.base_outputs(jnp.asarray(X[:1]), None)
+    if base is not None:
+        return base.shape[1]
+    return 1 if source.has_features else math.isqrt(source.block(X[:1], X[:1], False).size)
 
 
 class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
-    r"""Multinomial logistic regression that forgets points exactly and says what each one did.
+    r"""Logistic regression that forgets points exactly and says what each one did.
 
-    Minimises $\frac1n\sum_i\ell_i + \frac{\lambda}{2}\|\theta\|^2$ with the softmax cross-entropy. That is
+    Minimises $\frac1n\sum_i\ell_i + \frac{\lambda}{2}\|\theta\|^2$ in float64. The loss is that of
+    scikit-learn: softmax cross-entropy with a row of coefficients for each class, and for two classes the
+    logistic loss with one row, that of the second class. So this is
     `LogisticRegression(C=1/(n*ridge), fit_intercept=False)` with a column of ones: the intercept is
     pulled to zero like every other parameter. `fit_intercept="free"` leaves it free, as scikit-learn
-    does: then it is `LogisticRegression(C=1/(n*ridge))`. (Of two classes scikit-learn keeps one row of
-    coefficients, `coef_[1] - coef_[0]` here, whose square is twice the sum of ours: `C=2/(n*ridge)`.)
-    Removing points keeps `λ`, so that `C` becomes that of the points that are left.
+    does: then it is `LogisticRegression(C=1/(n*ridge))`. Removing points keeps `λ`, so that `C` becomes
+    that of the points that are left.
 
     **Arguments:**
 
     - `ridge`: `λ`.
     - `fit_intercept`: `True`, `False`, or `"free"` for one that the ridge hardly pulls: its scale is 1e7,
-      in float32 1e3, see `linearize`. The certificate then bounds the change of the intercept by the
-      root of that scale times `distance_bound` only.
-    - `model`: a network of `adapters` or `linearize`, or a kernel, instead of linear features; a network
-      needs one output per class, in the order of the sorted labels.
+      see `linearize`. The certificate then bounds the change of the intercept by the root of that scale
+      times `distance_bound` only.
+    - `model`: a network of `adapters` or `linearize`, or a kernel, instead of linear features, in the
+      precision that JAX is set to. A network needs one output per class, in the order of the sorted
+      labels; for two classes it may have one.
 
     **Attributes:** `classes_`, `coef_` and `intercept_` (linear features only), `fitted_` (the `Fitted`
     behind it, for every other edit), `certificate_` (of the distance to the optimum).
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "DualInfluenceClassifier":
-        X, y = self._validated(X, y)
-        check_classification_targets(y)
-        self.classes_, labels = np.unique(y, return_inverse=True)
-        if len(self.classes_) < 2:
-            raise ValueError(
-                "DualInfluenceClassifier: expected at least two classes, got one class: "
-                f"{self.classes_.tolist()}."
-            )
-        self._learn(X, labels, SoftmaxCrossEntropy(), sample_weight)
+        with self.precision():
+            X, y = self._validated(X, y)
+            check_classification_targets(y)
+            self.classes_, labels = np.unique(y, return_inverse=True)
+            if len(self.classes_) < 2:
+                raise ValueError(
+                    "DualInfluenceClassifier: expected at least two classes, got one class: "
+                    f"{self.classes_.tolist()}."
+                )
+            self._columns = self._count_columns(X)
+            loss = Logistic() if self._columns == 1 else SoftmaxCrossEntropy()
+            self._learn(X, self._coded(labels), loss, self._columns, sample_weight)
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
         """Scores per class, `(q, c)`; for two classes the second's over the first's, `(q,)`."""
         outputs = self._outputs(X)
-        return outputs[:, 1] - outputs[:, 0] if len(self.classes_) == 2 else outputs
+        if len(self.classes_) > 2:
+            return outputs
+        return outputs[:, 0] if self._columns == 1 else outputs[:, 1] - outputs[:, 0]
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Probabilities per class, `(q, c)`."""
-        return np.asarray(jax.nn.softmax(self._outputs(X), axis=1))
+        with self.precision():
+            scores = jnp.asarray(self.decision_function(X))
+            if scores.ndim == 2:
+                return np.asarray(jax.nn.softmax(scores, axis=1))
+            return np.asarray(jax.nn.sigmoid(jnp.stack([-scores, scores], axis=1)))
 
     def predict(self, X: Any) -> np.ndarray:
         """The likeliest class of each query."""
-        outputs = self._outputs(X)
-        return self.classes_[np.argmax(outputs, axis=1)]
+        scores = self.decision_function(X)
+        return self.classes_[
+            scores.argmax(axis=1) if scores.ndim == 2 else (scores > 0).astype(int)
+        ]
 
     def _targets(self, y: np.ndarray) -> np.ndarray:
         unknown = np.setdiff1d(y, self.classes_)
         if unknown.size:
             raise ValueError(f"attribute: {unknown.tolist()} are no classes of this model.")
-        return np.searchsorted(self.classes_, y)
+        return self._coded(np.searchsorted(self.classes_, y))
 
-    def _num_outputs(self, targets: np.ndarray) -> int:
-        return len(self.classes_)
+    def _coded(self, labels: np.ndarray) -> np.ndarray:
+        """Positions of classes as the loss takes them."""
+        return labels[:, None].astype(float) if self._columns == 1 else labels
+
+    def _count_columns(self, X: np.ndarray) -> int:
+        """Outputs to train: one for two classes, unless the model gives one for each."""
+        classes = len(self.classes_)
+        own = 1 if self.model is None else _own_outputs(self.model, X)
+        if own == 1:
+            is_network = self.model is not None and as_source(self.model, X).network is not None
+            own = classes if classes > 2 and not is_network else 1
+        if own != classes and (own, classes) != (1, 2):
+            raise ValueError(
+                f"DualInfluenceClassifier: the model has {own} outputs for {classes} classes, "
+                f"{self.classes_.tolist()}. It needs one for each, or one alone for two classes."
+            )
+        return own
 
 
 class DualInfluenceRegressor(MultiOutputMixin, RegressorMixin, _DualEstimator):
     r"""Ridge regression that forgets points exactly and says what each one did.
 
-    Minimises $\frac1n\sum_i\frac12\|f_i-y_i\|^2 + \frac{\lambda}{2}\|\theta\|^2$. That is
+    Minimises $\frac1n\sum_i\frac12\|f_i-y_i\|^2 + \frac{\lambda}{2}\|\theta\|^2$ in float64. That is
     `Ridge(alpha=n*ridge, fit_intercept=False)` with a column of ones: the intercept is pulled to
     zero like every other parameter; with `fit_intercept="free"` it is `Ridge(alpha=n*ridge)`.
 
@@ -242,9 +338,12 @@ class DualInfluenceRegressor(MultiOutputMixin, RegressorMixin, _DualEstimator):
     _kinds: ClassVar[dict[str, bool]] = {"y_numeric": True, "multi_output": True}
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "DualInfluenceRegressor":
-        X, y = self._validated(X, y, **self._kinds)
-        self.flat_ = y.ndim == 1
-        self._learn(X, self._targets(y), SquaredError(), sample_weight)
+        with self.precision():
+            X, y = self._validated(X, y, **self._kinds)
+            self.flat_ = y.ndim == 1
+            targets = self._targets(y)
+            c = targets.shape[1] if self.model is None else None
+            self._learn(X, targets, SquaredError(), c, sample_weight)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -260,6 +359,3 @@ class DualInfluenceRegressor(MultiOutputMixin, RegressorMixin, _DualEstimator):
     def _targets(self, y: np.ndarray) -> np.ndarray:
         y = np.asarray(y, jax.dtypes.canonicalize_dtype(np.float64))
         return y[:, None] if y.ndim == 1 else y
-
-    def _num_outputs(self, targets: np.ndarray) -> int:
-        return targets.shape[1]
