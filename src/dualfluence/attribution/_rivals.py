@@ -21,6 +21,7 @@ from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..kernels import empirical_kernel
 from ..kernels._linearized import Linearized, linearize
+from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
@@ -76,7 +77,8 @@ class _Products:
 class GradDot(_Products):
     r"""$w_i\,\nabla m_q\cdot\nabla\ell_i$ at one checkpoint: influence with the identity for `H`.
 
-    **Fields:** `apply_fn`, in inference mode; `params`; `trainable`, as in `linearize`.
+    **Fields:** `apply_fn`, in inference mode, or a model of `adapters`; `params`; `trainable`, as in
+    `linearize`.
     """
 
     def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
@@ -159,13 +161,14 @@ class TRAK:
 
     **Fields:**
 
-    - `apply_fn`: in inference mode.
+    - `apply_fn`: in inference mode, or a model of `adapters`.
     - `models`: parameters, in the original of models trained on random halves; one is allowed.
     - `projection`: random directions that gradients are projected on, as in the original; `None`
       takes the exact kernel instead, which the projected one tends to.
     - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`. The original has none and relies on
       `projection < n`.
     - `seed`: of the projections; model `t` uses `seed + t`.
+    - `trainable`: as in `linearize`.
     """
 
     apply_fn: Callable[..., Any]
@@ -173,6 +176,7 @@ class TRAK:
     projection: int | None = None
     damping: float = 1e-2
     seed: int = 0
+    trainable: Any = None
 
     def __post_init__(self) -> None:
         if not len(self.models):
@@ -182,10 +186,14 @@ class TRAK:
         if not (np.isfinite(self.damping) and self.damping > 0):
             raise ValueError(f"TRAK: damping must be a positive number, got {self.damping}.")
 
+        apply_fn, trainable = opened("TRAK", self.apply_fn, self.trainable)
+        object.__setattr__(self, "apply_fn", apply_fn)
+        object.__setattr__(self, "trainable", trainable)
+
     def attribute(self, x: Any, y: Any, xq: Any, yq: Any) -> Attribution:
         """Scores `(q, n)` for the loss of each query; `y`, `yq` are class labels."""
         start = time.perf_counter()
-        model = linearize(self.apply_fn, self.models[0])
+        model = linearize(self.apply_fn, self.models[0], trainable=self.trainable)
         data = _check(model, x, y, xq, yq, None, "loss")
         check_labels(y, yq)
         total: Any = 0.0
@@ -194,6 +202,7 @@ class TRAK:
             (solved,), short = trak_terms(
                 self.apply_fn, params, data.x, y, data.xq, yq,
                 dampings=(self.damping,), projection=self.projection, seed=self.seed + t,
+                trainable=self.trainable,
             )  # fmt: skip
             total, missing = total + solved, missing + short
         values = total * missing / len(self.models) ** 2
@@ -241,17 +250,22 @@ def trak_terms(
     dampings: Sequence[float] = DAMPINGS,
     projection: int | None = None,
     seed: int = 0,
+    trainable: Any = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One model's `φ_qΦᵀ(ΦΦᵀ + ρI)⁻¹` for each damping, `(q, n)`, and its `1 − p_i`, `(n,)`."""
     features, queries = as_features("x", x), as_features("xq", xq)
     u, short = _margin_direction(apply_fn(params, features), jnp.asarray(y))
     u_q, _ = _margin_direction(apply_fn(params, queries), jnp.asarray(yq))
+    model = linearize(apply_fn, params, trainable=trainable)
     if projection is None:
-        K = _folded_kernel(apply_fn, params, (features, u), None)[:, 0, :, 0]
-        K_q = _folded_kernel(apply_fn, params, (queries, u_q), (features, u))[:, 0, :, 0]
+        mask = _mask(model)
+        own, both = ((features, u), None), ((queries, u_q), (features, u))
+        K, K_q = (
+            _folded_kernel(model.apply_fn, params, *pairs, trainable=mask)[:, 0, :, 0]
+            for pairs in (own, both)
+        )
         solved = [_ridge_solve(K, K_q, jnp.asarray(d, K.dtype)) for d in dampings]
     else:
-        model = linearize(apply_fn, params)
         phi = _projected(model, features, u, projection, seed)
         phi_q = _projected(model, queries, u_q, projection, seed)
         solved = [_feature_solve(phi, phi_q, jnp.asarray(d, phi.dtype)) for d in dampings]
@@ -287,10 +301,14 @@ def _check(
 def _dot(model: Linearized, data: _Data) -> tuple[np.ndarray, Local]:
     """`w_i ∇m_q·∇ℓ_i` for all pairs, by two small products per layer instead of gradients."""
     local = local_terms(model, data.x, data.targets, data.xq, data.quantity, data.loss)
-    mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
     pairs = (data.xq, local.v), (data.x, local.g)
-    block = _folded_kernel(model.apply_fn, model.params, *pairs, trainable=mask)
+    block = _folded_kernel(model.apply_fn, model.params, *pairs, trainable=_mask(model))
     return np.asarray(block[:, 0, :, 0]), local
+
+
+def _mask(model: Linearized) -> PyTree:
+    """Which leaves count, as a tree."""
+    return jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
 
 
 def _result(

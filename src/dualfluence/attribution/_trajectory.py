@@ -18,6 +18,7 @@ from .._support.progress import ProgressFn, Ticker
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..kernels._linearized import Linearized, as_network, linearize
+from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
 from ._checkpoint import (
     LOSSES_OF_METHODS,
@@ -112,17 +113,17 @@ class Trajectory:
                 check_checkpoint(k, params, self.checkpoints[0])
 
     def _unwrap(self) -> None:
-        """An adapted model says itself which parameters count."""
+        """A model of `adapters` or `linearize` says itself which parameters count."""
         given: Any = self.apply_fn
-        if as_network(given) is not given:
-            if given.scale is not None:
-                raise ValueError(
-                    "Trajectory: the adapted model has a scale, which is of a ridge that training had; "
-                    "here the ridge stands for training that stopped. Give the model without it, and "
-                    "the optimiser's own diagonal as preconditioner."
-                )
-            object.__setattr__(self, "trainable", self.trainable or given.trainable)
-            object.__setattr__(self, "apply_fn", given.apply_fn)
+        if getattr(as_network(given), "scale", None) is not None:
+            raise ValueError(
+                "Trajectory: the model has a scale, which is of a ridge that training had; "
+                "here the ridge stands for training that stopped. Give the model without it, and "
+                "the optimiser's own diagonal as preconditioner."
+            )
+        apply_fn, trainable = opened("Trajectory", given, self.trainable)
+        object.__setattr__(self, "trainable", trainable)
+        object.__setattr__(self, "apply_fn", apply_fn)
 
     @property
     def num_checkpoints(self) -> int:

@@ -21,7 +21,7 @@ from .._support.trees import common_dtype, is_floating, tree_norm
 from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
-from ._params import leaf_name, split_params, statistics
+from ._params import leaf_name, opened, split_params, statistics
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
 from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
@@ -428,7 +428,7 @@ def linearize(
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of arrays,
       must not see each other. What else it reads (closed-over arrays, attributes, globals) is read anew
       by every `fit`, `from_trained` or `kernel`; what these return keeps it, and refuses to mix it with
-      a later change.
+      a later change. A model of `adapters` is taken apart: its function, and which parameters count.
     - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable,
       all else (integers, Python numbers, functions, …) is kept as it is. So are statistics: a
       collection such as `batch_stats` beside `params`, and variables of NNX that are not `Param`.
@@ -441,6 +441,7 @@ def linearize(
       of these. One number for a leaf keeps its kernel as fast as without; an array makes the kernel
       form this leaf's Jacobian.
     """
+    apply_fn, trainable = opened("linearize", apply_fn, trainable)
     check_function("linearize: apply_fn", apply_fn, "of (params, x)")
     check_choice("linearize: anchor", anchor, ("params", "zero"))
     batch_size = maybe(check_count, "linearize: batch_size", batch_size)

@@ -1,6 +1,6 @@
 """Split a parameter pytree into the leaves to differentiate and the rest."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,32 @@ def _collections(params: Any) -> frozenset[str]:
     if not isinstance(params, Mapping):
         return frozenset()
     return STATISTICS if "params" in params else frozenset({"batch_stats"})
+
+
+def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], Any]:
+    """`apply_fn` and which leaves count, from a function or from a network that holds both.
+
+    A network of `linearize` or `adapters` is told by what it can do: their modules come after this one.
+    """
+    network = getattr(given, "linearized", given)
+    if not hasattr(network, "as_given"):
+        return given, trainable
+    network = network.as_given()
+    if network.scale is not None:
+        raise ValueError(
+            f"{what}: the model has a scale of its ridge, which this call does not follow. Give the model "
+            "without it; model.kernel(x1, x2) is the kernel with the scale."
+        )
+    if trainable is not None:
+        return network.apply_fn, trainable
+    rows = zip(jax.tree.leaves_with_path(network.params), network.trainable, strict=True)
+    names = frozenset(leaf_name(path) for (path, _), used in rows if used)
+
+    def own_choice(path: Any, leaf: Any = None) -> bool:
+        """As `linearize` asks, with keys and leaf, and as kernels ask, by name."""
+        return (path if isinstance(path, str) else leaf_name(path)) in names
+
+    return network.apply_fn, own_choice
 
 
 def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], list[Any]]:

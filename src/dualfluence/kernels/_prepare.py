@@ -13,7 +13,7 @@ from .._support.compile import jit
 from ._apart import Apart
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
-from ._params import Split, split_params, widen
+from ._params import Split, opened, split_params, widen
 from ._recipe import Method, Recipe
 from ._report import make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
@@ -71,6 +71,7 @@ def prepare(
         raise ValueError(
             f'empirical kernel: method must be "auto", "structured" or "jacobian", got {method!r}.'
         )
+    apply_fn, trainable = opened("empirical kernel", apply_fn, trainable)
     split, leaves, rest = split_params(params, trainable)
     args = (leaves, rest, x)
     found = _KEPT.get(_key(apply_fn, split, args, (method, precision)))

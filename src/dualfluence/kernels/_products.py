@@ -12,7 +12,7 @@ from jaxtyping import Array
 from .._support.compile import jit
 from ._apart import Apart
 from ._jacobian import push
-from ._params import Split, split_params
+from ._params import Split, opened, split_params
 from ._prepare import as_inputs, check_outputs, num_points
 from ._recipe import precision_name
 from ._snapshot import Kept, take_snapshot
@@ -96,6 +96,7 @@ def ntk_mv(
     **Returns:** $Kv$, shape `(n, c)`.
     """
     x, _ = as_inputs(x, None)
+    apply_fn, trainable = opened("ntk_mv", apply_fn, trainable)
     split, leaves, rest = split_params(params, trainable)
     n, v = num_points(x), jnp.asarray(v)
 

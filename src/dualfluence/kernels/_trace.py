@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend import core as jex_core
 
 from .._support.trees import is_array
+from ._params import opened
 from ._program import as_program, inner_jaxprs
 
 TF32_EPS = 2.0**-10
@@ -192,6 +193,7 @@ def narrowest_dtype(apply_fn: Callable[..., Any], params: Any, x: Any) -> Any:
 
     TF32 products, which no dtype stands for, round like float16.
     """
+    apply_fn = opened("narrowest_dtype", apply_fn, None)[0]
     closed = trace(apply_fn, shapes_of(params), shapes_of(x))
     count = len([leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
     unit = arithmetic(closed, count)

@@ -27,7 +27,7 @@ from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..dual._readout import outputs_at
 from ..dual._record import OnFailure
-from ..kernels._linearized import Linearized
+from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_params
 from ..models._sources import bound_network
@@ -43,7 +43,7 @@ from ._solvers import (
 
 
 def attribute(
-    model: Linearized,
+    model: Any,
     params: PyTree,
     x: Any,
     y: Any,
@@ -79,6 +79,7 @@ def attribute(
     **Returns:** `Attribution`; `stats` holds the solver, its residual and the numbers it reports.
     """
     start = time.perf_counter()
+    model = as_network(model)
     check_instance("attribute: model", model, Linearized, "made by linearize")
     batch_size = maybe(check_count, "attribute: batch_size", batch_size)
     linearised = check_flag("attribute: linearised", linearised)

@@ -38,7 +38,7 @@ from .._support.points import enter_points
 from ..dual._newton import CURVATURE_SLACK
 from ..dual._readout import outputs_at
 from ..dual._record import Clock, NotConverged, OnFailure, Stats
-from ..kernels._linearized import Linearized
+from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_network, check_params
 from ..models._sources import bound_network
@@ -56,7 +56,7 @@ COUNTERS = {"traces": 0}
 
 
 def influence(
-    model: Linearized,
+    model: Any,
     params: PyTree,
     x: Any,
     y: Any,
@@ -87,8 +87,8 @@ def influence(
 
     **Arguments:**
 
-    - `model`: from `linearize`; its parameters are the ridge's `θ₀`. With a scale the system is solved
-      in its units, `P^{1/2}HP^{1/2} + λI`, as is any damping of a solver.
+    - `model`: from `linearize` or `adapters`; its parameters are the ridge's `θ₀`. With a scale the
+      system is solved in its units, `P^{1/2}HP^{1/2} + λI`, as is any damping of a solver.
     - `params`: the trained `θ*`, a pytree like `θ₀`.
     - `x`, `y`, `weights`: training features, targets and sample weights before the edit.
     - `edit`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
@@ -104,6 +104,7 @@ def influence(
 
     **Returns:** `PrimalUpdate`.
     """
+    model = as_network(model)
     check_instance("influence: model", model, Linearized, "made by linearize")
     check_fraction("influence: rtol", rtol)
     max_steps = check_count("influence: max_steps", max_steps)
