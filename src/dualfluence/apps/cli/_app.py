@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..._version import __version__
 from ..attribute._commands import register as register_attribute
 from ..explore._commands import register as register_explore
 from ..serve._commands import register as register_serve
@@ -18,15 +19,29 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-app = typer.Typer(
-    help="What would this model be if some training points had been different?",
-    no_args_is_help=True,
-)
+app = typer.Typer(no_args_is_help=True)
 GIB = 2**30
 MAX_SEED = 2**32 - 1
 """JAX takes seeds of 32 bits in 32-bit mode."""
 
 BENCHMARKS = ("core", "kernels", "attribution")
+
+
+def _version(asked: bool) -> bool:
+    if asked:
+        typer.echo(f"dualfluence {__version__}")
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """What would this model be if some training points had been different?"""
 
 
 @app.command()
@@ -97,7 +112,7 @@ def bench(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="fig1, fig2, fig3, fig4, linear or all")],
+    name: Annotated[str, typer.Argument(help="fig1, fig2, fig3, fig4, linear or all")] = "all",
     scale: Annotated[str, typer.Option(help="smoke (minutes on two cores) or paper.")] = "smoke",
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,

@@ -90,7 +90,7 @@ def _summary(present: dict[str, dict[str, Any]]) -> str:
     counts = {v: sum(c.verdict == v for c in claims) for v in (HOLDS, FAILS)}
     parts.append(
         f"<p><strong>{counts[HOLDS]} claims hold, {counts[FAILS]} do not</strong>, "
-        f"{len(claims) - sum(counts.values())} could not be measured here, or not everywhere.</p>"
+        f"{len(claims) - sum(counts.values())} could not be measured or decided here, or not everywhere.</p>"
     )
     return "".join(parts)
 
@@ -100,6 +100,9 @@ def _section(folder: Path, name: str, results: dict[str, Any]) -> str:
     parts = [f"<h2 id='{name}'>{escape(TITLES[name])}</h2>"]
     if not results["complete"]:
         parts.append("<p class='warning'>Incomplete: run again with --resume.</p>")
+    if results.get("left_out"):
+        listed = "; ".join(results["left_out"])
+        parts.append(f"<p class='warning'>Left out: {escape(listed)}.</p>")
     if image.exists():
         data = base64.b64encode(image.read_bytes()).decode()
         parts.append(f"<img alt='{escape(TITLES[name])}' src='data:image/png;base64,{data}'>")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,8 @@ def reproduce(
 
     **Arguments:**
 
-    - `name`: `"fig1"` to `"fig4"`, `"linear"` or `"all"`.
+    - `name`: `"fig1"` to `"fig4"`, `"linear"` or `"all"`. All of them run without a data set that is
+      not here, and say what they leave out; one that is named needs all its data.
     - `scale`: `"paper"` for the published settings, `"smoke"` for minutes on two cores.
     - `out`: folder for `<name>.json`, `<name>.png` and `report.html`.
     - `data_dir`: folder with MNIST and CIFAR-10; see `datasets.load`.
@@ -67,14 +69,22 @@ def reproduce(
             "Run without plots_only first."
         )
     if not plots_only:
+        missing: dict[str, str] = {}
         if load is datasets.load:
-            _check_data(configs, data_dir, progress)
+            missing = _check_data(configs, data_dir, progress, may_miss=name == "all")
+            for why in missing.values():
+                print(f"reproduce goes on without a data set: {why}", file=sys.stderr, flush=True)
         for each in names:
             check_writable(folder / f"{each}.json")
         store = ResultsFolder(folder, resume=resume, budget=budget)
         for each, config in configs.items():
             run = Run(store, each, scale, config, seed)
-            _execute(run, config, Context(run, seed, progress, data_dir, load))
+            here, run.left_out = _runnable(config, missing)
+            run.complete = not run.left_out
+            for part in run.left_out:
+                print(f"{each}: left out: {part}", file=sys.stderr, flush=True)
+            if here is not None:
+                _execute(run, here, Context(run, seed, progress, data_dir, load))
             complete = complete and run.complete
             _draw(folder, [each], progress)
     _draw(folder, names if plots_only else [], progress)
@@ -95,15 +105,36 @@ def _execute(run: Run, config: Config, context: Context) -> None:
     run.finish()
 
 
-def _check_data(configs: dict[str, Config], data_dir: Any, progress: bool | ProgressFn) -> None:
-    """Ask for every data set before the first hour is spent."""
+def _check_data(
+    configs: dict[str, Config], data_dir: Any, progress: bool | ProgressFn, *, may_miss: bool
+) -> dict[str, str]:
+    """Ask for every data set before the first hour is spent; those that are not here, and why."""
     given_folder(data_dir)  # an error if it is named but not there, even if it is not needed
     needed: set[tuple[str, tuple[int, ...]]] = set()
     for config in configs.values():
         parts = [r.data for r in config.rows] if isinstance(config, Fig1 | Fig4) else [config.data]
         needed |= {(part.dataset, part.classes) for part in parts}
+    missing = {}
     for dataset, classes in sorted(needed):
-        datasets.load(dataset, classes=classes, data_dir=data_dir, progress=progress)
+        try:
+            datasets.load(dataset, classes=classes, data_dir=data_dir, progress=progress)
+        except OSError as error:  # no file, no network
+            if not may_miss:
+                raise
+            missing[dataset] = str(error)
+    return missing
+
+
+def _runnable(config: Config, missing: dict[str, str]) -> tuple[Config | None, tuple[str, ...]]:
+    """The part of an experiment whose data sets are here, and the rest in words."""
+    if not isinstance(config, Fig1 | Fig4):
+        why = missing.get(config.data.dataset)
+        return (config, ()) if why is None else (None, (f"all of it: {why.splitlines()[0]}",))
+    missing = {dataset: why.splitlines()[0] for dataset, why in missing.items()}
+    rows = tuple(row for row in config.rows if row.data.dataset not in missing)
+    gone = (row for row in config.rows if row.data.dataset in missing)
+    words = tuple(f"{row.name}: {missing[row.data.dataset]}" for row in gone)
+    return replace(config, rows=rows) if rows else None, words
 
 
 def _draw(folder: Path, names: Any, progress: bool | ProgressFn) -> None:

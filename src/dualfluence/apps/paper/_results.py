@@ -81,6 +81,7 @@ class Run:
         self.store, self.name, self.scale, self.config, self.seed = store, name, scale, config, seed
         self.pieces: dict[str, Any] = {}
         self.complete = True
+        self.left_out: tuple[str, ...] = ()  # what could not run here, in words
         # Pieces are per percentage and ridge: asking for more of them keeps those that are there.
         fixed = {k: v for k, v in as_json(config).items() if k not in KEYED}
         self._fingerprint = fingerprint([name, fixed, seed])
@@ -131,6 +132,7 @@ class Run:
                 "experiment": self.name,
                 "scale": self.scale,
                 "complete": self.complete,
+                "left_out": list(self.left_out),
                 "seed": self.seed,
                 "config": as_json(self.config),
                 "environment": environment() | self._measured_on(),

@@ -1,10 +1,12 @@
 """A published value beside ours; a claim and whether the numbers bear it out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
 PARTLY = "holds where measured"
+UNDECIDED = "not decided at this precision"
 FACTOR = 2.0
 """Published and measured values further apart than this are explained; doubled, fewer are."""
 
@@ -39,7 +41,7 @@ class Claim:
 
     - `text`: the claim.
     - `source`: who makes it.
-    - `verdict`: one of `HOLDS`, `FAILS`, `PARTLY`, `UNKNOWN`.
+    - `verdict`: one of `HOLDS`, `FAILS`, `PARTLY`, `UNDECIDED`, `UNKNOWN`.
     - `evidence`: the numbers.
     """
 
@@ -51,6 +53,21 @@ class Claim:
 
 def verdict(ok: bool | None) -> str:
     return UNKNOWN if ok is None else HOLDS if ok else FAILS
+
+
+def exactness(found: Sequence[float], limit: float, resolved: Sequence[float]) -> tuple[str, str]:
+    """A verdict on distances that should be zero, and what else to say.
+
+    `resolved` is the distance to which each pair is certified, rounding included: a distance within it
+    says nothing, however much larger than `limit`.
+    """
+    over = [(d, r) for d, r in zip(found, resolved, strict=True) if d > limit]
+    if not over:
+        return HOLDS, ""
+    if any(d > r for d, r in over):
+        return FAILS, ""
+    worst = max(r for _, r in over)
+    return UNDECIDED, f"; this precision certifies parameters to {worst:.1e} only"
 
 
 def span(numbers: Any, form: str = "{:.3g}") -> str:
