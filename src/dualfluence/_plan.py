@@ -23,6 +23,7 @@ from ._support.memory import (
     total_memory,
 )
 from ._support.options import check_choice, check_count, check_positive, maybe
+from ._support.show import Shown, Table
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
 """Assumed bytes per second of a stream through `K`, for another machine than this one."""
@@ -95,8 +96,8 @@ class Form:
         return self.bytes_per_device + self.work_bytes
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """All forms, the one that `Auto` takes, and why; `print` it."""
 
     forms: tuple[Form, ...]
@@ -119,6 +120,13 @@ class Plan:
                 f"fits: {advice}. More devices (mesh=...) share the rows."
             )
         return form
+
+    def _table(self) -> Table:
+        rows = [
+            (f.name, f"{human(f.peak_bytes)} per device, {'fits' if f.fits else 'does not fit'}")
+            for f in self.forms
+        ]
+        return "Plan", [("taken", f"{self.chosen} ({self.reason})"), *rows]
 
     def __str__(self) -> str:
         head = f"{'form':<12} {'K':>10} {'per device':>11} {'at peak':>10} {'fits':>5}"

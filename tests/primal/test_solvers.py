@@ -176,7 +176,7 @@ def test_options_that_cannot_work_are_refused(case):
         (lambda: CG(damping=-1.0), "damping must be a finite number, at least 0, got -1"),
         (lambda: CG(rtol=0.0), "rtol must lie between 0 and 1"),
         (lambda: LiSSA(depth=0), "depth must be a whole number"),
-        (lambda: LiSSA(scale=-1.0), "scale must be positive"),
+        (lambda: LiSSA(scale=-1.0), "scale must be a positive"),
         (lambda: Arnoldi(rank=0), "rank must be a whole number"),
         (lambda: Arnoldi(rank=5, steps=4), "steps must be at least the rank 5, got 4"),
         (lambda: EKFAC(damping=float("nan")), "damping must be a finite number"),

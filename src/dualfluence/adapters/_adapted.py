@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._support.points import is_tree
+from .._support.show import Shown, Table, described
 from .._support.trees import is_floating
 from ..kernels._linearized import ApplyFn, Linearized, linearize
 
@@ -31,8 +32,8 @@ Trainable = Callable[[tuple[Any, ...], Any], bool] | str | Sequence[str] | None
 """Which parameters count: as in `linearize`, or patterns of their names, such as `"head/*"`."""
 
 
-@dataclass(frozen=True, eq=False)
-class Adapted:
+@dataclass(frozen=True, eq=False, repr=False)
+class Adapted(Shown):
     """A trained model of some framework as a function of its parameters, in evaluation mode.
 
     Made by `from_nnx`, `from_torch` and the like. `fit`, `load` and `attribution.Trajectory` take it in
@@ -57,6 +58,14 @@ class Adapted:
     reader: Callable[[Any], PyTree]
     rebuild: Callable[[PyTree], Any]
     scale: Any = None
+
+    def _table(self) -> Table:
+        rows = jax.tree.leaves_with_path(self.params)
+        floats = [(path, leaf) for path, leaf in rows if is_floating(leaf)]
+        used = sum(leaf.size for path, leaf in floats if self.trainable(path, leaf))
+        held = sum(leaf.size for _, leaf in floats) - used
+        table = [("parameters", f"{used:,} trained, {held:,} held fixed")]
+        return f"Adapted model of {self.framework}", [*table, ("scale", described(self.scale))]
 
     def __call__(self, x: Any) -> Array:
         """The model's outputs at its own parameters."""

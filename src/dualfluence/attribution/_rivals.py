@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import as_features, check_finite, check_queries, check_rows
 from .._support.compile import jit
 from .._support.memory import GRADIENT_BYTES
+from .._support.show import Shown
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..kernels import empirical_kernel
@@ -44,8 +45,8 @@ class _Data(NamedTuple):
     loss: AbstractLoss
 
 
-@dataclass(frozen=True, eq=False)
-class _Products:
+@dataclass(frozen=True, eq=False, repr=False)
+class _Products(Shown):
     """Gradients of one checkpoint against each other."""
 
     apply_fn: Callable[..., Any]
@@ -73,7 +74,7 @@ class _Products:
         raise NotImplementedError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GradDot(_Products):
     r"""$w_i\,\nabla m_q\cdot\nabla\ell_i$ at one checkpoint: influence with the identity for `H`.
 
@@ -85,7 +86,7 @@ class GradDot(_Products):
         return _dot(model, data)[0], "gradient dot product"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class GradCos(_Products):
     """The cosine between the two gradients: `GradDot` without their lengths.
 
@@ -100,8 +101,8 @@ class GradCos(_Products):
         return values, "gradient cosine"
 
 
-@dataclass(frozen=True, eq=False)
-class TracIn:
+@dataclass(frozen=True, eq=False, repr=False)
+class TracIn(Shown):
     r"""$\sum_t \eta_t\,w_i\,\nabla m_q(\theta_t)\cdot\nabla\ell_i(\theta_t)$ (Pruthi et al. 2020).
 
     **Fields:**
@@ -152,8 +153,8 @@ class TracIn:
         return _result(total, data, yq, (note,), start)
 
 
-@dataclass(frozen=True, eq=False)
-class TRAK:
+@dataclass(frozen=True, eq=False, repr=False)
+class TRAK(Shown):
     r"""$\bar{[\phi_q\Phi^\top(\Phi\Phi^\top+\rho I)^{-1}]}\,\bar{(1-p_i)}$ (Park et al. 2023).
 
     `φ` is the gradient of the margin; both bars are means over models, taken before the product.

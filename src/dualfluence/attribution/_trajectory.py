@@ -15,6 +15,7 @@ from jaxtyping import Array, PyTree
 from .._support.checks import check_finite, check_queries, check_rows
 from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
+from .._support.show import Shown
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..kernels._linearized import Linearized, as_network, linearize
@@ -49,8 +50,8 @@ METHODS = ("auto", "outputs", "margin", "projected")
 SHRUNK_NOTE = ("entries on which checkpoints and runs disagree are drawn towards zero",)
 
 
-@dataclass(frozen=True, eq=False)
-class Trajectory:
+@dataclass(frozen=True, eq=False, repr=False)
+class Trajectory(Shown):
     r"""The checkpoints of one training run, and how far it had come at each.
 
     Training that stopped after `s` steps of size `η` stands for a ridge `λ = 1/(κηs)`. At each

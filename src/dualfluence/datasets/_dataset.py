@@ -6,9 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float32, Int32
 
+from .._support.show import Shown
 
-@dataclass(frozen=True)
-class Dataset:
+
+@dataclass(frozen=True, repr=False)
+class Dataset(Shown):
     """Images and labels for training and testing, as NumPy arrays.
 
     **Fields:**

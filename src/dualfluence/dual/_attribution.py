@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._support.files import write_atomically
+from .._support.options import check_count
+from .._support.show import Shown, Table, count
 
 FORMAT = "dualfluence-attribution"
 VERSION = 1
@@ -36,7 +38,7 @@ class Top(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Attribution:
+class Attribution(Shown):
     """What each measured quantity would change by if each training point were left out.
 
     - `values`: `(q, n)`, query by training point; an array, or a memory map of a file.
@@ -73,18 +75,21 @@ class Attribution:
     def num_points(self) -> int:
         return self.values.shape[1]
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         unit = "no unit" if self.unit is None else self.unit
         seconds = f", {self.stats['seconds']:.3g} s" if "seconds" in self.stats else ""
+        size = f"{count(self.num_queries, 'query', 'queries')} × {count(self.num_points, 'training point')}"
         return (
-            f"Attribution of the {self.of}: {self.num_queries} queries × {self.num_points} training "
-            f"points, {unit}{seconds}. {MEANING.format(of=self.of)}."
+            f"Attribution of the {self.of}: {size}, {unit}{seconds}. {MEANING.format(of=self.of)}.",
+            (),
         )
 
     def top(self, k: int = 10) -> Top:
-        """The most helpful and the most harmful points of every query, strongest first."""
-        if not 1 <= k <= self.num_points:
-            raise ValueError(f"top: k must be in [1, {self.num_points}], got {k}.")
+        """The `k` most helpful and most harmful points of every query, strongest first.
+
+        Where there are fewer points than `k`, all of them.
+        """
+        k = min(check_count("top: k", k), self.num_points)
         helpful, harmful = [], []
         for row in self.values:
             signed = self.direction * np.asarray(row)
@@ -171,7 +176,7 @@ class Attribution:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class GroupAttribution:
+class GroupAttribution(Shown):
     """What each measured quantity would change by if whole groups were left out.
 
     - `values`: `(q, g)`, each group solved as a group.
@@ -190,11 +195,10 @@ class GroupAttribution:
     interactions: np.ndarray | None = None
     notes: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
-        return (
-            f"GroupAttribution of the {self.of}: {self.values.shape[0]} queries × "
-            f"{len(self.names)} groups. {MEANING.format(of=self.of)}."
-        )
+    def _table(self) -> Table:
+        queries = count(self.values.shape[0], "query", "queries")
+        size = f"{queries} × {count(len(self.names), 'group')}"
+        return f"GroupAttribution of the {self.of}: {size}. {MEANING.format(of=self.of)}.", ()
 
 
 def _largest(values: np.ndarray, k: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from .._plan import check_fits
 from .._support.options import check_count, check_flag, check_path, check_positive, maybe
 from .._support.progress import ProgressFn
+from .._support.show import Shown, Table
 from ..models._sharded import ShardedSource
 from ..operators._layout import Device, as_mesh, on_mesh
 from ..problem._edits import AbstractEdit, apply_edits
@@ -28,20 +29,20 @@ from ._purge import purged
 from ._record import Clock, OnFailure
 from ._ridge_path import RidgePath, ridge_path
 from ._run import run, settings, zero
-from ._show import show_fitted
+from ._show import fitted_table
 from ._train import MAX_STEPS, Goal, default_tolerance
 from ._update import Update
 
 
-@dataclass(frozen=True, eq=False)
-class Fitted(TrainedModel):
+@dataclass(frozen=True, eq=False, repr=False)
+class Fitted(Shown, TrainedModel):
     """A model at (or near) the optimum of its training objective.
 
     Made by `fit`, `from_trained` or `load`. Immutable: `edit` returns a new object.
     """
 
-    def __repr__(self) -> str:
-        return show_fitted(self)
+    def _table(self) -> Table:
+        return fitted_table(self)
 
     def edit(
         self,

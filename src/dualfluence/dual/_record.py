@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._support.show import count, table
+from .._support.show import Shown, Table, count
 from ..problem._certificate import Certificate
 from ._newton import Point
 
@@ -64,12 +64,15 @@ class Stats(NamedTuple):
         parts = (count(self.steps, "step"), count(self.products, "product") + " with K")
         return f"{', '.join(parts)}, {self.seconds:.2g} s, {ended}"
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         rows = [("run", self.summary()), ("solver", f"{self.solver} ({self.reason})")]
         rows.append(("iterations", f"{self.iterations:,}, relative residual {self.residual:.2g}"))
         if self.edits:
             rows.append(("edits", f"{self.edits:,} in a row since the last that met a tolerance"))
-        return table("Stats", [*rows, *(("note", note) for note in self.notes)])
+        return "Stats", [*rows, *(("note", note) for note in self.notes)]
+
+    # A tuple has no other bases.
+    __repr__, _repr_html_ = Shown.__repr__, Shown._repr_html_  # pyright: ignore
 
 
 class Outcome(NamedTuple):

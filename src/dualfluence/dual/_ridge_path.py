@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from .._support.checks import NotFinite
 from .._support.compile import filter_jit
+from .._support.show import Shown, Table
 from ..losses import DiagonalFactor, SquaredError
 from ..operators import UnsupportedStructure
 from ._inverse import folded
@@ -38,7 +39,7 @@ MAX_SIZE = 20_000
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class RidgePath:
+class RidgePath(Shown):
     """Errors of prediction over a grid of ridges.
 
     - `ridges`: the grid.
@@ -77,8 +78,8 @@ class RidgePath:
             f"{self.ridges.size} ({how}; GCV would take {self.best_gcv:.3g}){edge}"
         )
 
-    def __repr__(self) -> str:
-        return f"RidgePath: {self.reason}"
+    def _table(self) -> Table:
+        return f"RidgePath: {self.reason}", ()
 
     def plot(self) -> Figure:
         """Leave-one-out, GCV and training loss over the grid."""

@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 
-from .._support.show import count, table
+from .._support.show import Table, count
 from ..models._sources import AbstractSource
 from ._model import TrainedModel
 
 
-def show_fitted(fitted: TrainedModel) -> str:
+def fitted_table(fitted: TrainedModel) -> Table:
     """One screen about a model."""
     ref = fitted.reference
     claimed = " (gap and linearity claimed by the file)" if ref is not None and ref.claimed else ""
@@ -18,17 +18,17 @@ def show_fitted(fitted: TrainedModel) -> str:
         f = fitted.fidelity
         text = f"‖∇L‖ {f.gradient_norm:.2g}, gaps {f.parameter_gap:.2g} (θ), {f.output_gap:.2g} (f)"
         rows.append(("fidelity", text))
-    return table("Fitted", rows)
+    return "Fitted", rows
 
 
-def show_update(update: Any) -> str:
+def update_table(update: Any) -> Table:
     """One screen about a model after an edit."""
     delta = np.asarray(update.delta_alpha)
     moved = int((delta != 0).any(axis=1).sum())
     rows = _rows(update, update.before)
     rows.append(("change", f"dual variables of {count(moved, 'point')} moved"))
     rows.append(("certificate", update.certificate.summary()))
-    return table("Update", rows)
+    return "Update", rows
 
 
 def _rows(model: Any, base: TrainedModel) -> list[tuple[str, str]]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from .._support.checks import OVERFLOW, check_finite
 from .._support.options import check_flag
+from .._support.show import Shown, Table
 from ..operators._layout import Layout
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, targets_like
@@ -16,11 +17,11 @@ from ..problem._objective import State
 from ._model import Trained
 from ._readout import DualModel
 from ._record import Stats
-from ._show import show_update
+from ._show import update_table
 
 
-@dataclass(frozen=True, eq=False)
-class Update(DualModel, Generic[Trained]):
+@dataclass(frozen=True, eq=False, repr=False)
+class Update(Shown, DualModel, Generic[Trained]):
     """A model after an edit, and what changed.
 
     - `before`: the model that was edited, with rows for added points (weight zero).
@@ -32,8 +33,8 @@ class Update(DualModel, Generic[Trained]):
     certificate: Certificate
     stats: Stats
 
-    def __repr__(self) -> str:
-        return show_update(self)
+    def _table(self) -> Table:
+        return update_table(self)
 
     @property
     def layout(self) -> Layout:

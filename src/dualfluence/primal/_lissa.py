@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit
+from .._support.options import check_positive, maybe
 from ..dual._record import NotConverged
 from ._curvature import Curvature, Hessian, relative_residuals
 from ._hessian import Rows
@@ -50,9 +51,8 @@ class LiSSA(AbstractPrimalSolver):
 
     def __check_init__(self) -> None:
         counts = {"depth": self.depth, "sample": self.sample, "repeats": self.repeats}
-        check_options("LiSSA", self.damping, self.hessian, **counts)
-        if self.scale is not None and not self.scale > 0:
-            raise ValueError(f"LiSSA: scale must be positive, got {self.scale}.")
+        check_options("LiSSA", self.damping, self.hessian, self.seed, **counts)
+        maybe(check_positive, "LiSSA: scale", self.scale)
 
     def prepare(self, curvature: Curvature) -> AbstractInverse:
         low, high = extreme_eigenvalues(curvature, self.hessian)

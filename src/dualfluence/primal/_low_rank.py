@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit, jit
+from .._support.options import check_flag
 from ._curvature import Curvature, Hessian, products, relative_residuals
 from ._lanczos import lanczos
 from ._solvers import AbstractInverse, AbstractPrimalSolver, Solved, check_options
@@ -42,7 +43,9 @@ class Arnoldi(AbstractPrimalSolver):
     seed: int = eqx.field(static=True, default=0)
 
     def __check_init__(self) -> None:
-        check_options("Arnoldi", self.damping, self.hessian, rank=self.rank, steps=self.steps)
+        counts = {"rank": self.rank, "steps": self.steps}
+        check_options("Arnoldi", self.damping, self.hessian, self.seed, **counts)
+        check_flag("Arnoldi: complement", self.complement)
         if self.steps is not None and self.steps < self.rank:
             raise ValueError(
                 f"Arnoldi: steps must be at least the rank {self.rank}, got {self.steps}."
@@ -79,7 +82,7 @@ class Nystrom(AbstractPrimalSolver):
     complement: bool = eqx.field(static=True, default=True, init=False)
 
     def __check_init__(self) -> None:
-        check_options("Nystrom", self.damping, self.hessian, rank=self.rank)
+        check_options("Nystrom", self.damping, self.hessian, self.seed, rank=self.rank)
 
     def prepare(self, curvature: Curvature) -> AbstractInverse:
         p, dtype = curvature.num_params, curvature.dtype

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.checks import NotFinite
+from .._support.checks import NotFinite, check_fraction, check_number
 from .._support.compile import filter_jit
 from .._support.options import check_choice, check_count, maybe
 from ..dual._record import NotConverged, OnFailure
@@ -80,8 +80,7 @@ class CG(AbstractPrimalSolver):
 
     def __check_init__(self) -> None:
         check_options("CG", self.damping, self.hessian, max_steps=self.max_steps)
-        if not 0 < self.rtol < 1:
-            raise ValueError(f"CG: rtol must lie between 0 and 1, got {self.rtol}.")
+        check_fraction("CG: rtol", self.rtol)
 
     def prepare(self, curvature: Curvature) -> AbstractInverse:
         return _CGInverse(curvature, self)
@@ -125,11 +124,18 @@ def _iterate(
     return result, relative_residuals(curvature, shift, result.x, b, solver.hessian)
 
 
-def check_options(name: str, damping: float, hessian: str, **counts: int | None) -> None:
+MAX_SEED = 2**32 - 1
+"""JAX takes seeds of 32 bits in 32-bit mode."""
+
+
+def check_options(
+    name: str, damping: float, hessian: str, seed: int = 0, **counts: int | None
+) -> None:
     """Raise on options that no solver can work with."""
-    if not (np.isfinite(damping) and damping >= 0):
+    if not 0 <= check_number(f"{name}: damping", damping) < np.inf:
         raise ValueError(f"{name}: damping must be a finite number, at least 0, got {damping}.")
     check_choice(f"{name}: hessian", hessian, HESSIANS)
+    check_count(f"{name}: seed", seed, least=0, most=MAX_SEED)
     for what, value in counts.items():
         maybe(check_count, f"{name}: {what}", value)
 

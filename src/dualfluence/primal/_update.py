@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import check_finite
 from .._support.compile import filter_jit
 from .._support.options import check_flag
+from .._support.show import Shown, Table
 from .._support.trees import tree_norm
 from ..dual._readout import outputs_at
 from ..dual._record import Stats
@@ -22,7 +23,7 @@ PRECISION = "highest"
 """Matrix products: an accelerator's default (TF32, bfloat16) stalls conjugate gradients."""
 
 
-class PrimalUpdate(eqx.Module):
+class PrimalUpdate(Shown, eqx.Module):
     """Parameters after an edit, by the influence function in parameter space.
 
     `step` is `Δθ` on the trainable leaves in the units of the ridge's scale, where there is one.
@@ -36,6 +37,16 @@ class PrimalUpdate(eqx.Module):
     ridge: float = eqx.field(static=True)
     linearised: bool = eqx.field(static=True)
     stats: Stats = eqx.field(static=True)
+
+    def _table(self) -> Table:
+        kind = "linearised" if self.linearised else "the network itself"
+        return "PrimalUpdate", [
+            ("parameters", f"{self.model.num_params:,}, {kind}"),
+            ("loss", f"{type(self.loss).__name__}, ridge {self.ridge:.3g}"),
+            ("change", f"‖Δθ‖ = {self.delta_norm:.3g}"),
+            ("solver", f"{self.stats.solver} ({self.stats.reason})"),
+            ("run", self.stats.summary()),
+        ]
 
     def params(self) -> PyTree:
         """`θ* + Δθ` (paper, eq. 1), a pytree like the one given to `linearize`."""

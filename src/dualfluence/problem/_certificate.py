@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.checks import check_concrete
-from .._support.show import table
+from .._support.show import Shown, Table
 from ._objective import Problem, State
 
 ROUNDING_FACTOR = 4.0
@@ -28,8 +28,8 @@ Terms of one sign make partial sums grow, but sums run in blocks and lanes. Doub
 large problems doubles; small ones, where the sum of magnitudes is smaller, do not notice."""
 
 
-@dataclass(frozen=True)
-class Certificate:
+@dataclass(frozen=True, repr=False)
+class Certificate(Shown):
     r"""How far an answer can be from exact retraining.
 
     `L_w` is λ-strongly convex, so $\|\theta-\theta^\star\| \le \|\nabla L_w(\theta)\|/\lambda$ with
@@ -80,11 +80,11 @@ class Certificate:
         gap = f", of which a gap of {self.gap:.2g}" if self.gap else ""
         return f"‖θ − θ*‖ ≤ {self.distance_bound:.2g}, {self.relative_bound:.2g} of ‖θ − θ₀‖{gap}"
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         rows = [("bound", self.summary())]
         names = ("distance_bound", "relative_bound", "gradient_norm", "rounding", "parameter_norm")
         rows += [(name, f"{getattr(self, name):.6g}") for name in (*names, "ridge", "gap")]
-        return table("Certificate", [*rows, ("certified", str(self.certified))])
+        return "Certificate", [*rows, ("certified", str(self.certified))]
 
 
 class Norms(eqx.Module):

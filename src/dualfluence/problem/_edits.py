@@ -22,13 +22,14 @@ from .._support.checks import (
     check_rows,
 )
 from .._support.points import Form, count_points, form_of, is_tree
+from .._support.show import Shown
 from ..losses import AbstractLoss
 
 FLOAT = np.finfo(np.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class TrainingSet:
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainingSet(Shown):
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
     Removed points keep their row with weight zero: positions never shift and nothing recompiles.

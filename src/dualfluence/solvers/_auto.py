@@ -5,6 +5,7 @@ from typing import NamedTuple
 import equinox as eqx
 import numpy as np
 
+from .._support.options import check_count
 from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver
 from ._cg import CG
@@ -39,6 +40,11 @@ class Auto(eqx.Module):
 
     direct_size: int = eqx.field(static=True, default=DIRECT_SIZE)
     gather_size: int = eqx.field(static=True, default=GATHER_SIZE)
+
+    def __check_init__(self) -> None:
+        # Zero sends everything to CG, and gathers wherever most points are gone.
+        check_count("Auto: direct_size", self.direct_size, least=0)
+        check_count("Auto: gather_size", self.gather_size, least=0)
 
     def choose(self, op: AbstractKernelOperator, num_points: int | None = None) -> Choice:
         """The solver for this operator, or for a block of it with so many points."""

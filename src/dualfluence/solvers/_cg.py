@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._support.options import check_count
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
 Vector = Float[Array, "..."]
@@ -96,6 +97,9 @@ class CG(AbstractDualSolver):
     """
 
     max_steps: int = eqx.field(static=True, default=1000)
+
+    def __check_init__(self) -> None:
+        check_count("CG: max_steps", self.max_steps)
 
     def solve(self, system: LinearSystem) -> Solution:
         op, factor, ridge, b = system.op, system.factor, system.ridge, system.b

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._support.options import check_count
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, LowRankOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
@@ -48,6 +49,10 @@ class Cholesky(AbstractDualSolver):
 
     refinements: int = eqx.field(static=True, default=1)
     max_refinements: int = eqx.field(static=True, default=6)
+
+    def __check_init__(self) -> None:
+        check_count("Cholesky: refinements", self.refinements, least=0)
+        check_count("Cholesky: max_refinements", self.max_refinements, least=0)
 
     def solve(self, system: LinearSystem) -> Solution:
         op = system.op

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from .._support.options import check_count, check_instance
 from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
@@ -37,6 +38,12 @@ class Refined(AbstractDualSolver):
 
     inner: AbstractDualSolver
     max_rounds: int = eqx.field(static=True, default=10)
+
+    def __check_init__(self) -> None:
+        check_instance(
+            "Refined: inner", self.inner, AbstractDualSolver, "a solver, e.g. Cholesky()"
+        )
+        check_count("Refined: max_rounds", self.max_rounds)
 
     def solve(self, system: LinearSystem) -> Solution:
         op, b, rtol = system.op, system.b, system.rtol

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.options import check_flag, check_path
+from .._support.show import Shown
 from .._version import __version__
 from ..dual._fitted import Fitted
 from ..problem._certificate import Certificate
@@ -28,8 +29,8 @@ from ._points import Points, read_commitments
 MODES = ("keep", "pseudonymise", "erase")
 
 
-@dataclass(frozen=True, eq=False)
-class Answer:
+@dataclass(frozen=True, eq=False, repr=False)
+class Answer(Shown):
     """What a request came to.
 
     - `sequence`: its line of the ledger, or `None` for a preview.

@@ -7,6 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from ..._support.checks import check_finite
+from ..._support.show import Shown, Table, count
 from ...dual._attribution import Attribution
 
 RESAMPLES = 2000
@@ -14,7 +15,7 @@ LEVEL = 0.95
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Measured:
+class Measured(Shown):
     """A mean over queries and how sure it is.
 
     - `value`: the mean.
@@ -29,9 +30,10 @@ class Measured:
     per_query: np.ndarray
     notes: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
+    def _table(self) -> Table:
         low, high = self.interval
-        return f"{self.name} {self.value:.3f} [{low:.3f}, {high:.3f}] over {self.per_query.size} queries"
+        over = count(self.per_query.size, "query", "queries")
+        return f"{self.name} {self.value:.3f} [{low:.3f}, {high:.3f}] over {over}", ()
 
 
 def lds(scores: Any, masks: Any, targets: Any, *, seed: int = 0) -> Measured:

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ..._support.show import Shown
 from ._measures import _scores
 
 
-@dataclass(frozen=True, eq=False)
-class RemovalCurve:
+@dataclass(frozen=True, eq=False, repr=False)
+class RemovalCurve(Shown):
     """Mean target after removing the `counts` most helpful, most harmful or random points.
 
     All curves are `(len(counts),)`; `random` is a mean over several draws.

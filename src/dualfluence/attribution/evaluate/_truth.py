@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from ..._support.checks import check_finite
 from ..._support.progress import ProgressFn, Ticker
+from ..._support.show import Shown
 from ...dual._fitted import Fitted
 from ...dual._many import columns_at_once, reweighted
 from ...dual._quantity import as_quantity
@@ -22,8 +23,8 @@ RELATIVE = 1e-4
 """Certified distance to the optimum, over `‖θ − θ₀‖`, at which a linearised model counts as trained."""
 
 
-@dataclass(frozen=True, eq=False)
-class Truth:
+@dataclass(frozen=True, eq=False, repr=False)
+class Truth(Shown):
     """Targets of models trained on subsets.
 
     - `masks`: `(s, n)`, true where a point was trained on.
