@@ -31,6 +31,30 @@ def test_later_requests_compile_nothing(solver):
     assert _newton.COUNTERS["traces"] == before
 
 
+def test_attributions_after_removals_compile_nothing():
+    p = problems.linear_problem(17, 3, 80, "softmax", ridge=0.05)
+    fitted, programs = cases.fit(p), []
+    gone = np.arange(17)
+    fitted.edit(dfl.Remove([0]))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: name.endswith("backend_compile_duration") and programs.append(name)
+    )
+
+    def check(model, kept):
+        values = model.attribute(p.x_q, p.y_q, progress=False).values
+        for i in kept:
+            change = np.asarray(model.edit(dfl.Remove([i])).delta_loss(p.x_q, p.y_q))
+            np.testing.assert_allclose(values[:, i], change, rtol=1e-7, atol=1e-10)
+
+    model = fitted
+    for count in (1, 2, 9):  # 16, 14 and 5 of 17 rows are left: filled up to 17, 17 and 8
+        first, gone = gone[:count], gone[count:]
+        model = model.edit(dfl.Remove(first), drift=1e-8).commit()
+        before = len(programs)
+        check(model, gone[-2:])
+        assert (len(programs) == before) == (count == 2)
+
+
 def test_the_counter_counts():
     p = problems.linear_problem(13, 3, 80, "softmax", ridge=0.05)
     fitted = cases.fit(p)

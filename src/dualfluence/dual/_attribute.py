@@ -68,10 +68,11 @@ def attribute(
     with _Values(out, (xq.shape[0], n), dtype) as values, _ticker(points, progress) as ticker:
         for part, solve in form.parts(points):
             for block in _blocks(part, _point_columns(fitted, block_size)):
-                steps = solve(_padded(block, part, fitted, block_size))
+                padded = _padded(block, part, fitted, block_size)
+                steps = solve(padded)
                 for where, change in read(steps):
                     values.array[where, block] = change[:, : block.size]
-                own[block] = train(steps, block, first_order)
+                own[block] = train(steps, padded, first_order)[: block.size]
                 without[block] += np.asarray(steps.own)[: block.size]
                 if steps.distance_bound is not None:
                     bounds[block] = steps.distance_bound[: block.size] + _gap(fitted)
@@ -222,8 +223,7 @@ def _quantity_at_train(
     quantity = _quantity(fitted, of, targets, fitted.data.num_points)
 
     def change(steps: Steps, block: np.ndarray, first_order: bool) -> np.ndarray:
-        f, y = fitted.outputs[block], quantity.targets[block]
-        delta = steps.own[: block.size]
+        f, y, delta = fitted.outputs[block], quantity.targets[block], steps.own
         if first_order:
             return np.asarray(jnp.sum(quantity.grad(f, y) * delta, axis=1))
         return np.asarray(quantity.value(f + delta, y) - quantity.value(f, y))
@@ -322,8 +322,15 @@ def _blocks(points: np.ndarray, size: int) -> Iterator[np.ndarray]:
 def _padded(
     block: np.ndarray, part: np.ndarray, fitted: TrainedModel, block_size: int | None
 ) -> np.ndarray:
-    """The last block filled up with its own last point: one shape, one compilation."""
-    full = min(part.size, _point_columns(fitted, block_size))
+    """A block filled up with its own last point, so that the programs of one request serve later ones.
+
+    If the size followed from how many points are left, every removal would bring new programs. It is
+    the number of rows, halved as long as the part still fits: at most twice the columns needed.
+    """
+    rows = fitted.data.num_points
+    while part.size <= rows // 2:
+        rows //= 2
+    full = min(rows, _point_columns(fitted, block_size))
     return np.concatenate([block, np.repeat(block[-1:], full - block.size)])
 
 
