@@ -41,16 +41,20 @@ def test_verify_fails_for_a_changed_ledger(kept, tmp_path):
 
 def test_serve_starts_with_a_file_and_the_function_it_was_fitted_with(kept, tmp_path, monkeypatch):
     started = {}
-    monkeypatch.setattr(
-        "uvicorn.run", lambda app, **options: started.update(options, state=app) or None
-    )
+
+    def run(app, listener, ready):
+        started.update(state=app, host=listener.getsockname()[0])
+        listener.close()
+        ready()
+
+    monkeypatch.setattr("dualfluence.apps.serve._run.run", run)
     monkeypatch.setattr(
         _model,
         "load_model",
         lambda name: cases.model(problems.linear_problem(12, 1, 8, "squared", ridge=0.2)),
     )
     command = ["serve", str(kept / "model.npz"), "--ledger", str(tmp_path / "new")]
-    done = CliRunner().invoke(app, [*command, "--network", "my:network"])
+    done = CliRunner().invoke(app, [*command, "--network", "my:network", "--port", "0"])
     assert done.exit_code == 0, done.output
     assert started["host"] == "127.0.0.1"
     token = (tmp_path / "new" / "token").read_text()

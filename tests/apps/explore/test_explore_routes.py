@@ -1,9 +1,11 @@
 """The server of the page: who may ask for what, and what is refused."""
 
+import jax
 import pytest
 from starlette.testclient import TestClient
 
 from dualfluence.apps.explore._app import make_app
+from dualfluence.apps.explore._visitors import Gone, Visitors
 from dualfluence.apps.page._write import static_files
 
 pytestmark = pytest.mark.host
@@ -11,13 +13,25 @@ pytestmark = pytest.mark.host
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 READS = ("start", "scores", "groups", "certificate", "page")
-WRITES = ("remove", "relabel", "preview", "refine", "undo", "reset")
+WRITES = ("remove", "relabel", "preview", "ridge", "refine", "undo", "reset")
 
 
 @pytest.fixture
-def client(session):
-    with TestClient(make_app(session, TOKEN, max_body=1000)) as client:
+def visitors(first):
+    return Visitors(first)
+
+
+@pytest.fixture
+def client(visitors):
+    with TestClient(make_app(visitors, TOKEN, max_body=1000)) as client:
         yield client
+
+
+@pytest.fixture
+def session(client, visitors):
+    """The one of a visitor who has come, whose name is in the client's headers from then on."""
+    client.headers["Visit"] = client.get("/api/start", headers=BEARER).json()["visit"]
+    return visitors.find(client.headers["Visit"])
 
 
 def post(client, path, body):
@@ -26,6 +40,8 @@ def post(client, path, body):
 
 def test_the_routes_give_what_the_session_says(client, session):
     start = client.get("/api/start", headers=BEARER).json()
+    assert start["visit"] == client.headers["visit"]
+    assert start["ended"] is None
     assert start["first"] == start["state"]
     state = post(client, "remove", {"points": [3, 17]}).json()
     assert state == session.state()
@@ -34,6 +50,9 @@ def test_the_routes_give_what_the_session_says(client, session):
     assert post(client, "refine", {}).json()["history"][-1]["what"] == "step"
     preview = post(client, "preview", {"points": [8]}).json()
     assert preview["losses"] == session.preview([8])["losses"]
+    ridge = start["start"]["ridges"][-1]
+    assert post(client, "ridge", {"ridge": ridge}).json()["ridge"] == ridge
+    post(client, "undo", {})
     post(client, "undo", {})
     post(client, "undo", {})
     assert post(client, "undo", {}).json() == start["state"]
@@ -80,6 +99,7 @@ REFUSED = {
     "twice": (b'{"points": [1, 1]}', 400),
     "huge": (b'{"points": [99999999999999999999999]}', 400),
     "NaN": (b'{"points": [NaN]}', 400),
+    "one field twice": (b'{"points": [1], "points": [2]}', 400),
 }
 
 
@@ -96,11 +116,19 @@ def test_what_is_refused_changes_nothing(client, session, path, name):
 
 
 @pytest.mark.parametrize("label", [10, -1, 1.5, "3", None, True, 10**400], ids=lambda v: str(v)[:4])
-def test_bad_labels_are_refused(client, label):
+def test_bad_labels_are_refused(client, session, label):
     assert post(client, "relabel", {"points": [1], "label": label}).status_code == 400
 
 
-def test_undoing_nothing_and_removing_twice_are_refused(client):
+@pytest.mark.parametrize("ridge", [0, -1e-2, 0.0123, 1e300, "1e-2", None, True, 10**400], ids=str)
+def test_ridges_that_are_not_on_offer_are_refused(client, session, ridge):
+    answer = post(client, "ridge", {"ridge": ridge})
+    assert answer.status_code == 400
+    assert "ridge" in answer.json()["error"]
+    assert session.fitted is session.scene.fitted
+
+
+def test_undoing_nothing_and_removing_twice_are_refused(client, session):
     assert post(client, "undo", {}).status_code == 400
     post(client, "remove", {"points": [1]})
     answer = post(client, "remove", {"points": [1]})
@@ -135,7 +163,87 @@ def test_the_page_is_closed_to_other_hosts(client):
     assert not [h for h in answer.headers if h.startswith("access-control")]
 
 
-def test_the_page_can_be_fetched_as_one_file(client):
+def test_the_page_can_be_fetched_as_one_file(client, session):
     page = client.get("/api/page", headers=BEARER).text
     assert "What this page cannot say" in page
     assert TOKEN not in page
+
+
+def test_every_visitor_has_edits_of_their_own(client, visitors):
+    def start(visit=None):
+        headers = BEARER | ({} if visit is None else {"Visit": visit})
+        return client.get("/api/start", headers=headers).json()
+
+    one, two = start(), start()
+    assert one["visit"] != two["visit"]
+    mine = BEARER | {"Visit": one["visit"]}
+    client.post("/api/remove", json={"points": [5]}, headers=mine)
+    assert start(one["visit"])["state"]["removed"] == [5]  # the page was loaded again
+    assert start(two["visit"])["state"] == two["state"]
+    assert start()["state"] == two["state"]
+
+
+def test_a_request_without_a_visit_says_where_to_get_one(client):
+    answer = client.get("/api/scores", headers=BEARER)
+    assert answer.status_code == 400
+    assert "/api/start" in answer.json()["error"]
+
+
+def test_a_visitor_who_was_dropped_is_told(first):
+    visitors = Visitors(first, most=2)
+    with TestClient(make_app(visitors, TOKEN)) as client:
+        names = [client.get("/api/start", headers=BEARER).json()["visit"] for _ in range(3)]
+        gone = BEARER | {"Visit": names[0]}
+        answer = client.post("/api/remove", json={"points": [5]}, headers=gone)
+        assert answer.status_code == 410
+        assert "visit has ended" in answer.json()["error"]
+        assert "Reload the page" in answer.json()["error"]
+        again = client.get("/api/start", headers=gone).json()
+        assert "visit has ended" in again["ended"]
+        assert again["visit"] not in names
+        assert again["state"]["removed"] == []
+
+
+def test_the_visit_used_last_stays_and_idle_ones_go(first):
+    now = [0.0]
+    visitors = Visitors(first, most=2, idle=60.0, clock=lambda: now[0])
+    (one, session), (two, _) = visitors.begin(), visitors.begin()
+    assert visitors.find(one) is session
+    three, _ = visitors.begin()  # one of the two has to go: the one not used for longer
+    assert visitors.find(one) is session
+    with pytest.raises(Gone):
+        visitors.find(two)
+    now[0] = 61.0
+    with pytest.raises(Gone, match="1 minutes"):
+        visitors.find(three)
+    assert len(visitors) == 0
+
+
+def held():
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_twenty_visitors_hold_little_more_than_one(first, visitors, compiled):
+    """A session holds its edits, not a kernel, and later visitors run programs that are there."""
+
+    def visit(seed):
+        _, session = visitors.begin()
+        session.scores()
+        session.preview([seed, seed + 1])
+        session.remove([seed, seed + 1, seed + 2][: 1 + seed % 3])
+        session.relabel([30], seed % 10)
+        session.change_ridge(session.start["ridges"][2])
+        session.scores()
+        session.groups()
+        return session
+
+    visit(0)
+    before, programs = held(), compiled()
+    sessions = [visit(seed) for seed in range(1, 21)]
+    assert compiled() == programs
+    alpha = first.fitted.state.alpha.nbytes
+    kernel = first.fitted.kernel_op.num_bytes
+    each = (held() - before) / len(sessions)
+    assert each <= 16 * alpha  # three edits
+    assert each <= 0.2 * kernel
+    assert all(s.scores(1) is first.scores(1) for s in sessions)

@@ -59,6 +59,48 @@ def test_edits_follow_each_other_and_a_step_comes_nearer(session, edited):
     assert [a["what"] for a in state["history"]] == ["fit", "remove", "relabel", "step"]
 
 
+@pytest.mark.parametrize("place", [0, -1])
+def test_another_ridge_is_a_fit_with_it_on_what_is_left(session, place):
+    scene, ridge = session.scene, session.start["ridges"][place]
+    assert ridge in (scene.fitted.ridge / 100, scene.fitted.ridge * 100)
+    session.remove([3])
+    before = session.state()
+    state = session.change_ridge(ridge)
+    first = scene.fitted
+    y = np.asarray(first.data.targets).argmax(axis=1)
+    scratch = dfl.fit(
+        first.network,
+        first.x,
+        y,
+        loss=first.loss,
+        ridge=ridge,
+        kernel=first.kernel_op,
+        progress=False,
+    ).retrain(dfl.Remove([3]), progress=False)
+    f = np.asarray(scratch.predict(scene.xq))
+    # A share of 1e-6 of the parameters may be left undone.
+    np.testing.assert_allclose(state["answers"], softmax(f), atol=1e-5)
+    assert state["certificate"]["relative_bound"] <= 1e-6
+    assert state["ridge"] == session.certificate()["model"]["ridge"] == ridge
+    assert state["history"][-1]["ridge"] == ridge
+    assert state["removed"] == [3]
+    assert session.undo() == before
+
+
+def test_edits_are_kept_as_far_as_there_is_memory_for_them(session, monkeypatch):
+    monkeypatch.setattr("dualfluence.apps.explore._session.FEWEST_EDITS", 2)
+    monkeypatch.setattr("dualfluence.apps.explore._session.HELD_BYTES", 1)
+    session.remove([0])
+    session.remove([1])
+    for refused in (
+        lambda: session.remove([2]),
+        lambda: session.change_ridge(session.start["ridges"][0]),
+    ):
+        with pytest.raises(ValueError, match="2 edits are kept; undo some"):
+            refused()
+    assert session.state()["removed"] == [0, 1]
+
+
 def test_undo_and_reset_restore_exactly(session):
     states = [session.state()]
     states.append(session.remove([0, 1, 2]))

@@ -1,7 +1,8 @@
 """The page's routes: its files, and JSON behind a token. Nothing from the client names a file.
 
-Edits and previews go through one thread, in the order in which they came; scores go through another, so
-that an edit need not wait for those of the model before it.
+Every visitor has a session of their own, named by the header `Visit`. Edits and previews of all of them go
+through one thread, in the order in which they came; scores go through another, so that an edit need not
+wait for those of the model before it.
 """
 
 import sys
@@ -16,8 +17,18 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..page._write import SERVED, TYPES, one_file, static_files
-from ..serve._http import HANDLERS, Refused, authorise, in_pool, read_object
+from ..serve._http import (
+    BODY_SECONDS,
+    HANDLERS,
+    MIDDLEWARE,
+    Limits,
+    Refused,
+    authorise,
+    in_pool,
+    read_object,
+)
 from ._session import Session, Stale
+from ._visitors import Gone, Visitors
 
 MAX_BODY = 2**20
 """Bytes of a request's body: the positions of all points that a page can show, several times over."""
@@ -29,75 +40,104 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 
+VISIT = "visit"
+"""Header with the name of a visit, which the answer to `start` gives. Not a cookie: see `_run.serve`."""
+
 Work = Callable[[], dict[str, Any]]
 
 
 class Service:
-    """A session and the threads that serve it."""
+    """The sessions and the threads that serve them."""
 
-    def __init__(self, session: Session, token: str, max_body: int) -> None:
-        self.session, self.token, self.max_body = session, token, max_body
+    def __init__(self, visitors: Visitors, token: str, limits: Limits) -> None:
+        self.visitors, self.token, self.limits = visitors, token, limits
         self.editor = ThreadPoolExecutor(1, "editor")
         self.reader = ThreadPoolExecutor(1, "reader")
 
     async def start(self, request: Request) -> Response:
+        """Goes on with a visit that is kept, or begins one; says so where an earlier one is gone."""
         authorise(request, self.token)
+        visit, ended = request.headers.get(VISIT), None
+        try:
+            session = None if visit is None else self.visitors.find(visit)
+        except Gone as error:
+            session, ended = None, str(error)
+        if session is None:
+            visit, session = self.visitors.begin()
         # The first state goes along: changes are shown against it, whatever was done before a reload.
         return await self._run(
             lambda: {
-                "start": self.session.start,
-                "first": self.session.state_at(0),
-                "state": self.session.state(),
+                "visit": visit,
+                "ended": ended,
+                "start": session.start,
+                "first": session.state_at(0),
+                "state": session.state(),
             }
         )
 
     async def scores(self, request: Request) -> Response:
-        authorise(request, self.token)
-        version = _version(request)
-        return await self._run(lambda: self.session.scores(version), self.reader)
+        session, version = self._session(request), _version(request)
+        return await self._run(lambda: session.scores(version), self.reader)
 
     async def groups(self, request: Request) -> Response:
-        authorise(request, self.token)
-        version = _version(request)
-        return await self._run(lambda: self.session.groups(version), self.reader)
+        session, version = self._session(request), _version(request)
+        return await self._run(lambda: session.groups(version), self.reader)
 
     async def certificate(self, request: Request) -> Response:
-        authorise(request, self.token)
-        return await self._run(self.session.certificate)
+        return await self._run(self._session(request).certificate)
 
     async def page(self, request: Request) -> Response:
-        authorise(request, self.token)
-        text = await in_pool(self.editor, lambda: one_file(self.session.content()))
+        session = self._session(request)
+        text = await in_pool(self.editor, lambda: one_file(session.content()))
         return HTMLResponse(text, headers=HEADERS)
 
     async def remove(self, request: Request) -> Response:
-        points = _points(await self._body(request, {"points"}))
-        return await self._run(lambda: self.session.remove(points))
+        session, body = await self._read(request, {"points"})
+        points = _points(body)
+        return await self._run(lambda: session.remove(points))
 
     async def relabel(self, request: Request) -> Response:
-        body = await self._body(request, {"points", "label"})
-        points, label = _points(body), _label(body)
-        return await self._run(lambda: self.session.relabel(points, label))
+        session, body = await self._read(request, {"points", "label"})
+        points, label = _points(body), _number(body, "label")
+        return await self._run(lambda: session.relabel(points, label))
 
     async def preview(self, request: Request) -> Response:
-        points = _points(await self._body(request, {"points"}))
-        return await self._run(lambda: self.session.preview(points))
+        session, body = await self._read(request, {"points"})
+        points = _points(body)
+        return await self._run(lambda: session.preview(points))
+
+    async def ridge(self, request: Request) -> Response:
+        session, body = await self._read(request, {"ridge"})
+        ridge = float(_number(body, "ridge"))
+        return await self._run(lambda: session.change_ridge(ridge))
 
     async def refine(self, request: Request) -> Response:
-        await self._body(request, set())
-        return await self._run(self.session.refine)
+        session, _ = await self._read(request, set())
+        return await self._run(session.refine)
 
     async def undo(self, request: Request) -> Response:
-        await self._body(request, set())
-        return await self._run(self.session.undo)
+        session, _ = await self._read(request, set())
+        return await self._run(session.undo)
 
     async def reset(self, request: Request) -> Response:
-        await self._body(request, set())
-        return await self._run(self.session.reset)
+        session, _ = await self._read(request, set())
+        return await self._run(session.reset)
 
-    async def _body(self, request: Request, fields: set[str]) -> dict[str, Any]:
+    def _session(self, request: Request) -> Session:
         authorise(request, self.token)
-        return await read_object(request, fields, self.max_body)
+        visit = request.headers.get(VISIT)
+        if visit is None:
+            raise Refused(
+                400, "the header Visit is required; the answer to /api/start names a visit"
+            )
+        try:
+            return self.visitors.find(visit)
+        except Gone as error:
+            raise Refused(410, str(error)) from None
+
+    async def _read(self, request: Request, fields: set[str]) -> tuple[Session, dict[str, Any]]:
+        session = self._session(request)
+        return session, await read_object(request, fields, self.limits)
 
     async def _run(self, work: Work, pool: ThreadPoolExecutor | None = None) -> Response:
         try:
@@ -106,12 +146,25 @@ class Service:
             raise Refused(409, str(error)) from error
 
 
-def make_app(session: Session, token: str, *, max_body: int = MAX_BODY) -> Starlette:
-    """The page's application. No header allows other origins: browsers keep other pages out."""
-    service = Service(session, token, max_body)
+def make_app(
+    first: Session | Visitors,
+    token: str,
+    *,
+    max_body: int = MAX_BODY,
+    body_seconds: float = BODY_SECONDS,
+    ahead: bool = False,
+) -> Starlette:
+    """The page's application. No header allows other origins: browsers keep other pages out.
+
+    With `ahead` its start begins to compute the scores that every visitor sees first.
+    """
+    visitors = first if isinstance(first, Visitors) else Visitors(first)
+    service = Service(visitors, token, Limits(max_body, body_seconds))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        if ahead:
+            service.reader.submit(visitors.first.scores)
         yield
         for pool in (service.editor, service.reader):
             pool.shutdown(wait=True, cancel_futures=True)
@@ -121,6 +174,7 @@ def make_app(session: Session, token: str, *, max_body: int = MAX_BODY) -> Starl
         service.remove,
         service.relabel,
         service.preview,
+        service.ridge,
         service.refine,
         service.undo,
         service.reset,
@@ -130,7 +184,11 @@ def make_app(session: Session, token: str, *, max_body: int = MAX_BODY) -> Starl
         *(Route(f"/api/{write.__name__}", write, methods=["POST"]) for write in writes),
         *(_file(name, text) for name, text in static_files().items()),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
+    app = Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers=HANDLERS, middleware=MIDDLEWARE
+    )
+    app.state.visitors = visitors
+    return app
 
 
 def _file(name: str, text: str) -> Route:
@@ -150,11 +208,11 @@ def _points(body: dict[str, Any]) -> list[int]:
     return points
 
 
-def _label(body: dict[str, Any]) -> int | float:
-    label: Any = body.get("label")
-    if type(label) not in (int, float) or not abs(label) <= sys.float_info.max:
-        raise Refused(400, "label must be a number")
-    return label
+def _number(body: dict[str, Any], name: str) -> int | float:
+    number: Any = body.get(name)
+    if type(number) not in (int, float) or not abs(number) <= sys.float_info.max:
+        raise Refused(400, f"{name} must be a number")
+    return number
 
 
 def _version(request: Request) -> int | None:

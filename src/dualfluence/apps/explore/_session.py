@@ -1,8 +1,9 @@
 """One reader's experiment: a model, what was done to it, and the way back."""
 
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,15 +27,25 @@ from ..page._view import (
 )
 
 MAX_EDITS = 1000
-"""Edits that can be undone; each holds an `(n, c)` array or two, not a kernel."""
+"""Edits that can be undone, where there is memory for them."""
 
+FEWEST_EDITS = 20
+"""Edits that can be undone in any case."""
+
+HELD_BYTES = 32 * 2**20
+"""Memory of one reader's edits. Each holds a few `(n, c)` arrays, not a kernel."""
+
+ARRAYS_HELD = 4
+"""Of the size `(n, c)` in one edit: dual variables, their products with `K`, targets, curvature."""
 
 BLOCK = 64
 """Points left out at a time. A fixed number: all at once would compile anew after every removal."""
 
-KEPT = 8
+KEPT = 3
 """Last models whose scores are kept, beside those of the first; `q·n` numbers each."""
 
+RIDGES = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+"""Ridges on offer, in units of that of the fit. A few and not any: each is a fit of known cost."""
 
 DRIFT = 1e-2
 """Relative bound above which an edit takes further steps, as at a desk of requests."""
@@ -52,6 +63,7 @@ class Moment:
     - `action`: what was done, for the history.
     - `outputs`: at the queries.
     - `kept`: scores, once they were asked for.
+    - `turn`: of who computes them, so that nothing is computed twice at the same time.
     """
 
     version: int
@@ -59,6 +71,7 @@ class Moment:
     action: dict[str, Any]
     outputs: np.ndarray
     kept: dict[str, Any] = field(default_factory=dict)
+    turn: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Stale(Exception):
@@ -68,13 +81,23 @@ class Stale(Exception):
 class Session:
     """The model as it is, with every one before it.
 
-    One thread may edit while another asks for scores, which are of a model that never changes.
+    One thread may edit while another asks for scores, which are of a model that never changes. A
+    session that begins where another `first` one did shares its model, its kernel, the map and the
+    scores at the start; what it holds for itself are its edits.
     """
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: Scene, first: "Session | None" = None) -> None:
         self.scene, self._made = scene, 0
-        self.start = what_stays(scene, isolation(scene.fitted.without_spare_rows()))
-        self.moments = [self._moment(scene.fitted, {"what": "fit"})]
+        if first is None:
+            alone = isolation(scene.fitted.without_spare_rows())
+            self.start = {**what_stays(scene, alone), "ridges": _ridges(scene.fitted)}
+            self.moments = [self._moment(scene.fitted, {"what": "fit"})]
+        else:
+            self.start, self.moments, self._made = first.start, first.moments[:1], 1
+
+    def another(self) -> "Session":
+        """A session of another reader, at the beginning."""
+        return Session(self.scene, self)
 
     @property
     def now(self) -> Moment:
@@ -105,6 +128,17 @@ class Session:
     def refine(self) -> dict[str, Any]:
         """One more Newton step on the training set as it is."""
         return self._edited([], {"what": "step"})
+
+    def change_ridge(self, ridge: float) -> dict[str, Any]:
+        """Fit the model with another ridge to the training set as it is, from where it stands."""
+        if ridge not in self.start["ridges"]:
+            offered = ", ".join(f"{value:g}" for value in self.start["ridges"]) or "none"
+            raise ValueError(f"ridge: expected one of those on offer ({offered}), got {ridge:g}.")
+        self._check_room("ridge")
+        # Neither the kernel nor its preconditioner knows the ridge; the parameters are as they were.
+        changed = replace(self.fitted, ridge=ridge)
+        update = changed.edit([], drift=SETTLED, progress=False)
+        return self._kept(update.commit(), {"what": "ridge", "ridge": ridge})
 
     def undo(self) -> dict[str, Any]:
         """Back to the model before the last action, exactly: it was kept."""
@@ -186,14 +220,27 @@ class Session:
     def _history(self, length: int) -> list[dict[str, Any]]:
         return [moment.action for moment in self.moments[:length]]
 
+    @property
+    def most_edits(self) -> int:
+        """Edits that this session may hold."""
+        each = ARRAYS_HELD * self.scene.fitted.state.alpha.nbytes
+        return max(FEWEST_EDITS, min(MAX_EDITS, HELD_BYTES // each))
+
     def _edited(self, edits: list[AbstractEdit], action: dict[str, Any]) -> dict[str, Any]:
-        if len(self.moments) > MAX_EDITS:
-            raise ValueError(f"{action['what']}: {MAX_EDITS} edits are kept; reset to begin again.")
-        fitted = _edit(self.fitted, edits, DRIFT if edits else None).commit()
+        self._check_room(action["what"])
+        return self._kept(_edit(self.fitted, edits, DRIFT if edits else None).commit(), action)
+
+    def _kept(self, fitted: Fitted, action: dict[str, Any]) -> dict[str, Any]:
         self.moments.append(self._moment(fitted, action))
         for moment in self.moments[1:-KEPT]:
             moment.kept.clear()
         return self.state()
+
+    def _check_room(self, what: str) -> None:
+        if len(self.moments) > self.most_edits:
+            raise ValueError(
+                f"{what}: {self.most_edits} edits are kept; undo some, or reset to begin again."
+            )
 
     def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Moment:
         outputs = np.asarray(fitted.predict(self.scene.xq))
@@ -218,10 +265,13 @@ class Session:
         if not found:
             raise Stale(f"{name}: version {version} was undone.")
         moment = found[-1]
-        if name not in moment.kept:
-            settled = _settled(moment.fitted)
-            moment.kept[name] = {"version": moment.version, **compute(settled)}
-        return moment.kept[name]
+        with moment.turn:
+            kept = moment.kept.get(name)
+            if kept is None:
+                settled = _settled(moment.fitted)
+                kept = {"version": moment.version, **compute(settled)}
+                moment.kept[name] = kept
+        return kept
 
 
 def _edit(
@@ -229,6 +279,15 @@ def _edit(
 ) -> Update[Fitted]:
     drift = drift if fitted.certificate.certified else None
     return fitted.edit(edits, drift=drift, on_failure=failing, progress=False)
+
+
+def _ridges(fitted: Fitted) -> list[float]:
+    """Ridges that the page offers; none for a network trained elsewhere, which has the one it has."""
+    if fitted.reference is not None:
+        return []
+    return [
+        fitted.ridge if share == 1 else float(f"{share * fitted.ridge:.12g}") for share in RIDGES
+    ]
 
 
 def _settled(fitted: Fitted) -> Fitted:

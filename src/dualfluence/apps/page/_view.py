@@ -52,6 +52,7 @@ def what_stays(scene: Scene, isolation: np.ndarray | None = None) -> dict[str, A
             **drawn(scene.xq),
         },
         "groups": {name: points.tolist() for name, points in groups.items()},
+        "ridges": [],
         "limits": limits(fitted),
         "notes": list(scene.notes),
     }
@@ -77,6 +78,7 @@ def state_of(scene: Scene, fitted: Fitted, outputs: Any) -> dict[str, Any]:
     first, now = scene.labels(scene.fitted.data.targets), scene.labels(fitted.data.targets)
     return {
         "labels": now,
+        "ridge": fitted.ridge,
         "removed": np.flatnonzero(fitted.data.sample_weights == 0).tolist(),
         "relabelled": [i for i, (a, b) in enumerate(zip(first, now, strict=True)) if a != b],
         **answers_of(scene, outputs),
@@ -153,7 +155,7 @@ def document_of(scene: Scene, fitted: Fitted, history: list[dict[str, Any]]) -> 
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "statement": STATEMENT,
         "data": scene.name,
-        "model": {**about(scene), "sha256": digest_of(fitted)},
+        "model": {**about(scene), "ridge": fitted.ridge, "sha256": digest_of(fitted)},
         "removed": np.flatnonzero(fitted.data.sample_weights == 0).tolist(),
         "history": history,
         "certificate": certificate_of(fitted),

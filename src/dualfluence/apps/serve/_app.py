@@ -1,7 +1,7 @@
 """The server's routes: JSON in, JSON out, nothing from the client that names a file.
 
 State changes go through one thread, in the order in which they came; reads go through others, on the model
-as it stands when they start.
+as it stands when they start. What reads run is compiled before the first request.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -16,9 +16,20 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..._version import __version__
+from ...dual._fitted import Fitted
+from ...losses import SoftmaxCrossEntropy
 from ...unlearning import Desk
 from ...unlearning._desk import plain_certificate
-from ._http import HANDLERS, Refused, authorise, in_pool, read_object
+from ._http import (
+    BODY_SECONDS,
+    HANDLERS,
+    MIDDLEWARE,
+    Limits,
+    Refused,
+    authorise,
+    in_pool,
+    read_object,
+)
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request's body."""
@@ -29,12 +40,16 @@ MAX_TAIL = 1000
 READERS = 2
 """Reads at the same time."""
 
+FEWEST_ROWS = 8
+"""Queries that a read takes at least, the last one repeated; more are rounded up to a power of two. A
+program for every number of queries would make clients wait, and fill the memory, once for each."""
+
 
 class Service:
     """A desk and the threads that serve it."""
 
-    def __init__(self, desk: Desk, token: str, max_body: int) -> None:
-        self.desk, self.token, self.max_body = desk, token, max_body
+    def __init__(self, desk: Desk, token: str, limits: Limits) -> None:
+        self.desk, self.token, self.limits = desk, token, limits
         self.writer = ThreadPoolExecutor(1, "writer")
         self.readers = ThreadPoolExecutor(READERS, "reader")
 
@@ -53,15 +68,13 @@ class Service:
         body = await self._body(request, {"x"})
         x = _array(body, "x")
         model = self.desk.model
-        return await self._read(lambda: {"outputs": np.asarray(model.predict(x)).tolist()})
+        return await self._read(lambda: _predicted(model, x))
 
     async def attribute(self, request: Request) -> Response:
         body = await self._body(request, {"x", "y"})
         x, y = _array(body, "x"), _array(body, "y", integers=True)
         model = self.desk.model
-        return await self._read(
-            lambda: {"values": np.asarray(model.attribute(x, y).values).tolist()}
-        )
+        return await self._read(lambda: _attributed(model, x, y))
 
     async def tail(self, request: Request) -> Response:
         self._authorise(request)
@@ -80,7 +93,7 @@ class Service:
 
     async def _body(self, request: Request, fields: set[str]) -> dict[str, Any]:
         self._authorise(request)
-        return await read_object(request, fields, self.max_body)
+        return await read_object(request, fields, self.limits)
 
     async def _in_order(self, work: Callable[[], dict[str, Any]]) -> Response:
         return await self._run(self.writer, work)
@@ -91,6 +104,17 @@ class Service:
     async def _run(self, pool: ThreadPoolExecutor, work: Callable[[], dict[str, Any]]) -> Response:
         return JSONResponse(await in_pool(pool, work))
 
+    def warm_up(self) -> None:
+        """Compile what reads of up to `FEWEST_ROWS` queries run, on the model's own first point."""
+        model = self.desk.model
+        if model.data.form is not None:
+            return  # features of several arrays, which no body holds
+        first, target = np.asarray(model.data.x[:1], float), np.asarray(model.data.targets[:1])
+        _predicted(model, first)
+        if np.count_nonzero(model.data.sample_weights) > 1:
+            is_class = isinstance(model.loss, SoftmaxCrossEntropy)
+            _attributed(model, first, target.argmax(axis=1) if is_class else target)
+
     def stop(self) -> None:
         """Finish what has begun, then let go of the ledger."""
         self.writer.shutdown(wait=True)
@@ -98,12 +122,24 @@ class Service:
         self.desk.close()
 
 
-def make_app(desk: Desk, token: str, *, max_body: int = MAX_BODY) -> Starlette:
-    """The server's application. No header allows other origins: browsers keep other pages out."""
-    service = Service(desk, token, max_body)
+def make_app(
+    desk: Desk,
+    token: str,
+    *,
+    max_body: int = MAX_BODY,
+    body_seconds: float = BODY_SECONDS,
+    warm: bool = True,
+) -> Starlette:
+    """The server's application. No header allows other origins: browsers keep other pages out.
+
+    Its start compiles what reads run, unless `warm` is false; a server answers after that.
+    """
+    service = Service(desk, token, Limits(max_body, body_seconds))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        if warm:
+            await in_pool(service.readers, service.warm_up)
         yield
         service.stop()
 
@@ -115,7 +151,25 @@ def make_app(desk: Desk, token: str, *, max_body: int = MAX_BODY) -> Starlette:
         Route("/ledger", service.tail, methods=["GET"]),
         Route("/health", service.health, methods=["GET"]),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=HANDLERS)
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers=HANDLERS, middleware=MIDDLEWARE
+    )
+
+
+def _predicted(model: Fitted, x: np.ndarray) -> dict[str, Any]:
+    return {"outputs": np.asarray(model.predict(_padded(x)))[: len(x)].tolist()}
+
+
+def _attributed(model: Fitted, x: np.ndarray, y: np.ndarray) -> dict[str, Any]:
+    # Where the numbers of rows differ, the library says so with the numbers that came.
+    given = (_padded(x), _padded(y)) if len(x) == len(y) else (x, y)
+    values = model.attribute(*given, progress=False).values
+    return {"values": np.asarray(values)[: len(x)].tolist()}
+
+
+def _padded(rows: np.ndarray) -> np.ndarray:
+    full = max(FEWEST_ROWS, 1 << (len(rows) - 1).bit_length())
+    return np.concatenate([rows, np.repeat(rows[-1:], full - len(rows), axis=0)])
 
 
 def _shown(answer: Any) -> dict[str, Any]:
@@ -149,6 +203,6 @@ def _array(body: dict[str, Any], name: str, *, integers: bool = False) -> np.nda
         array = np.asarray(body[name])
     except (KeyError, ValueError):
         raise Refused(400, f"{name} must be a list of rows of numbers of one length") from None
-    if array.dtype.kind not in "if" or array.size == 0:
+    if array.dtype.kind not in "if" or array.size == 0 or array.ndim == 0:
         raise Refused(400, f"{name} must be a list of rows of numbers of one length")
     return array if integers else array.astype(float)

@@ -32,6 +32,9 @@ def register(app: typer.Typer) -> None:
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
         head: Annotated[str | None, typer.Option(help=HEAD)] = None,
         x64: Annotated[bool, typer.Option(help="Compute in float64.")] = True,
+        warm: Annotated[
+            bool, typer.Option(help="Compile attributions before the first request.")
+        ] = True,
     ) -> None:
         """Serve requests to a model: remove, preview, predict, attribute, ledger, health."""
         import jax
@@ -39,7 +42,7 @@ def register(app: typer.Typer) -> None:
         if x64:
             jax.config.update("jax_enable_x64", True)
         try:
-            import uvicorn
+            import uvicorn  # noqa: F401
         except ImportError as error:
             raise typer.BadParameter(
                 "serve needs an extra. Install it with: pip install 'dualfluence[serve]'"
@@ -47,16 +50,18 @@ def register(app: typer.Typer) -> None:
         from ...unlearning import open as open_desk
         from ._app import make_app
         from ._model import load_fitted, read_names
+        from ._run import address, listen, run
         from ._token import read_token
 
+        listener = listen("serve", host, port)  # before the work, which takes longer
         ledger.mkdir(parents=True, exist_ok=True)
         token = read_token(ledger / "token")
         fitted = load_fitted(model, network)
         desk = open_desk(ledger, fitted, ids=read_names(ids), references=references, head=head)
         for note in desk.notes:
             typer.echo(f"note: {note}")
-        typer.echo(f"listening at http://{host}:{port}; the token is in {ledger / 'token'}")
-        uvicorn.run(make_app(desk, token), host=host, port=port, log_level="warning")
+        here = f"listening at {address(host, listener)}; the token is in {ledger / 'token'}"
+        run(make_app(desk, token, warm=warm), listener, lambda: typer.echo(here))
 
     @app.command(name="verify")
     def verify_command(

@@ -1,20 +1,36 @@
-"""Manners of every server here: who may ask, how much, and what a refusal looks like."""
+"""Manners of every server here: who may ask, how much, how slowly, and what a refusal looks like."""
 
 import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...dual._record import NotConverged
 from ...unlearning import LedgerError
 from ._token import is_authorised
 
 Result = TypeVar("Result")
+
+BODY_SECONDS = 30.0
+"""Time for a body to arrive. Twice as much lets a slow client hold a connection twice as long."""
+
+
+class Limits(NamedTuple):
+    """What a request's body may take.
+
+    - `size`: bytes.
+    - `seconds`: until all of it has arrived.
+    """
+
+    size: int
+    seconds: float = BODY_SECONDS
 
 
 class Refused(Exception):
@@ -25,21 +41,53 @@ class Refused(Exception):
         self.status, self.reason = status, reason
 
 
+class CloseUnread:
+    """Closes the connection after an answer that came before the request's body was read to its end.
+
+    A refusal needs no body: without the token none is asked for. A server that keeps the connection
+    would nevertheless take in all the rest of it, to find the next request behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        unread = scope["type"] == "http" and _has_body(scope)
+
+        async def receive_and_note() -> Message:
+            nonlocal unread
+            message = await receive()
+            unread = unread and message.get("more_body", False)
+            return message
+
+        async def send_and_close(message: Message) -> None:
+            if message["type"] == "http.response.start" and unread:
+                closed = [*message.get("headers", ()), (b"connection", b"close")]
+                message = {**message, "headers": closed}
+            await send(message)
+
+        await self.app(scope, receive_and_note, send_and_close)
+
+
+MIDDLEWARE = (Middleware(CloseUnread),)
+"""Around the routes of every server."""
+
+
 def authorise(request: Request, token: str) -> None:
-    """Refuse a request without the bearer token."""
+    """Refuse a request without the bearer token. Nothing of its body has been read by then."""
     if not is_authorised(request.headers.get("authorization"), token):
         raise Refused(401, "a bearer token is required")
 
 
-async def read_object(request: Request, fields: set[str], max_body: int) -> dict[str, Any]:
-    """The JSON object in the body, no larger than allowed, with known fields only."""
-    raw = bytearray()
-    async for piece in request.stream():
-        raw += piece
-        if len(raw) > max_body:
-            raise Refused(413, f"the body may have {max_body} bytes")
+async def read_object(request: Request, fields: set[str], limits: Limits) -> dict[str, Any]:
+    """The JSON object in the body, within its limits, with known fields only and each of them once."""
     try:
-        body = json.loads(bytes(raw), parse_constant=_no_constants)
+        async with asyncio.timeout(limits.seconds):
+            raw = await _read(request, limits.size)
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {limits.seconds:g} s") from None
+    try:
+        body = json.loads(raw, parse_constant=_no_constants, object_pairs_hook=_once_each)
     except (ValueError, RecursionError):
         raise Refused(400, "the body is not JSON") from None
     if not isinstance(body, dict) or not set(body) <= fields:
@@ -61,6 +109,34 @@ async def in_pool(pool: ThreadPoolExecutor, work: Callable[[], Result]) -> Resul
         raise Refused(422, str(error)) from error
     except (ValueError, TypeError) as error:
         raise Refused(400, str(error)) from error
+
+
+async def _read(request: Request, size: int) -> bytes:
+    too_large = Refused(413, f"the body may have {size} bytes")
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told[:20]) > size:
+        raise too_large
+    raw = bytearray()
+    async for piece in request.stream():
+        raw += piece
+        if len(raw) > size:
+            raise too_large
+    return bytes(raw)
+
+
+def _has_body(scope: Scope) -> bool:
+    headers = dict(scope["headers"])
+    return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object from its fields. JSON leaves open which of two equal ones counts, so neither does."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise Refused(400, f"the field {twice[:50]!r} is in the body twice; send it once")
+    return found
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -1,5 +1,6 @@
-"""A small model of digits, fitted once, and sessions on it."""
+"""A small model of digits, fitted once, sessions on it, and a count of compiled programs."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +35,28 @@ def edited():
     return lambda model, *edits: model.edit(list(edits), drift=1e-2, progress=False)
 
 
-@pytest.fixture
-def session(digits_scene):
+@pytest.fixture(scope="session")
+def first(digits_scene):
+    """What every visitor begins with; never edited."""
     return Session(digits_scene)
+
+
+@pytest.fixture
+def session(first):
+    return first.another()
+
+
+COMPILED = []
+"""One entry for each program that was compiled."""
+
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: (
+        COMPILED.append(name) if name.endswith("backend_compile_duration") else None
+    )
+)
+
+
+@pytest.fixture
+def compiled():
+    """How many programs were compiled so far."""
+    return lambda: len(COMPILED)

@@ -1,0 +1,63 @@
+"""Sessions of several readers at once: each has its own edits, all share the model they began with."""
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from ._session import Session
+
+MOST = 32
+"""Visits that are kept. Each may hold the edits of a session (`HELD_BYTES`) and a few scores."""
+
+IDLE = 3600.0
+"""Seconds after its last request until a visit is dropped."""
+
+
+class Gone(Exception):
+    """A visit that is not kept any more."""
+
+
+class Visitors:
+    """Visits by name, the one used last at the end; used from one thread, that of the event loop."""
+
+    def __init__(
+        self,
+        first: Session,
+        *,
+        most: int = MOST,
+        idle: float = IDLE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.first, self.most, self.idle, self._clock = first, most, idle, clock
+        self._visits: OrderedDict[str, tuple[Session, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._visits)
+
+    def begin(self) -> tuple[str, Session]:
+        """A new visit and its name; the one that was not used for longest may go for it."""
+        self._drop_idle()
+        while len(self._visits) >= self.most:
+            self._visits.popitem(last=False)
+        name, session = secrets.token_urlsafe(18), self.first.another()
+        self._visits[name] = session, self._clock()
+        return name, session
+
+    def find(self, name: str) -> Session:
+        """The session of a visit; refused where it was dropped."""
+        self._drop_idle()
+        if name not in self._visits:
+            raise Gone(
+                f"This visit has ended and its edits are gone: the server keeps the last {self.most} "
+                f"visits, each for {self.idle / 60:g} minutes after its last request, and none when it "
+                "starts again. Reload the page to begin anew."
+            )
+        session, _ = self._visits.pop(name)
+        self._visits[name] = session, self._clock()
+        return session
+
+    def _drop_idle(self) -> None:
+        oldest = self._clock() - self.idle
+        while self._visits and next(iter(self._visits.values()))[1] < oldest:
+            self._visits.popitem(last=False)
