@@ -8,6 +8,7 @@ from typing import Any
 
 MODULES = (
     "format.js",
+    "busy.js",
     "source.js",
     "cards.js",
     "colours.js",

@@ -12,7 +12,10 @@ export function colouring(app, by) {
     const values = app.state.labels.map((label) => (Array.isArray(label) ? label[0] : label));
     return { look: scaled(values), legend: "Larger and warmer: a larger target." };
   }
-  if (!app.scores) return { look: () => ({ fill: "var(--quiet)", size: 1 }), legend: "Leaving out every point …" };
+  if (!app.scores) {
+    const legend = app.failed ? "Not computed." : "Computing: every point is left out in turn.";
+    return { look: () => ({ fill: "var(--quiet)", size: 1 }), legend };
+  }
   if (by === "effect") {
     const effects = app.scores.effects[app.query];
     const most = Math.max(...effects.map(Math.abs), 1e-30);

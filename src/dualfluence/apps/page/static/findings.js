@@ -53,7 +53,7 @@ function saying(app, i) {
 }
 
 function groupTable(app, groups, ongroup) {
-  if (!groups) return element("p", { class: "small" }, "Leaving out each group …");
+  if (!groups) return element("p", { class: "small" }, "Computing: each group is left out in turn …");
   if (!groups.names.length) return element("p", {}, "The data have no groups.");
   const largest = Math.max(...groups.mean.map(Math.abs), 1e-12);
   const order = [...groups.names.keys()].sort((a, b) => groups.mean[b] - groups.mean[a]);

@@ -1,12 +1,13 @@
 // The page: one state, drawn anew after every answer.
 
+import { waitingFor } from "./busy.js";
 import { element, hangSheets, labelText, offer, picture, pointCard } from "./cards.js";
 import { colouring } from "./colours.js";
 import { drawFinding } from "./findings.js";
 import { count, duration, listed, number, percent, signed } from "./format.js";
 import { TrainingMap } from "./map.js";
 import { drawCertificate, drawHistory } from "./panels.js";
-import { changedAnswers, drawAnswer, drawQueries, drawStrips, markQueries, summary } from "./query.js";
+import { changedAnswers, drawAnswer, drawQueries, drawStrips, markQueries, notYet, summary } from "./query.js";
 import { makeSource } from "./source.js";
 
 const PATIENCE = 120; // milliseconds without a new selection before its effect is asked for
@@ -18,7 +19,8 @@ const app = {
   start: null, // map, pictures, what the model is
   first: null, // the state before any edit
   state: null,
-  scores: null,
+  scores: null, // null while they are computed
+  failed: false, // whether they could not be
   groups: null,
   preview: null, // what leaving the selection out would do
   query: 0,
@@ -30,7 +32,8 @@ let map;
 let waiting;
 
 async function begin() {
-  const content = await source.begin();
+  const content = await waitingFor("Fetching the model", source.begin());
+  tellEnded(content.ended);
   app.start = content.start;
   app.first = content.first;
   hangSheets(app.start);
@@ -43,12 +46,13 @@ async function begin() {
   map = new TrainingMap(at("map"), app.start.points.at, {
     onpick: pick,
     onhover: inspect,
-    ondelete: () => at("remove").disabled || act(() => source.remove([...app.selected])),
+    ondelete: () => at("remove").disabled || remove(),
     onclear: clear,
   });
   drawQueries(app, at("queries"), setQuery);
   fillGroups();
   at("label-place").replaceChildren(labelInput());
+  fillRidges();
   listen();
   app.query = firstWrong(content.state);
   await take(content.state);
@@ -73,30 +77,42 @@ async function take(state) {
   app.state = state;
   app.removed = new Set(state.removed);
   app.selected = new Set([...app.selected].filter((i) => !app.removed.has(i)));
-  app.preview = app.groups = null;
-  drawAll();
+  app.preview = app.groups = app.scores = null;
+  app.failed = false;
   document.body.classList.add("stale");
+  drawAll();
+  drawStrips(app, pickCard);
+  showFinding();
+  drawPreview();
+  askPreview();
   try {
-    app.scores = await source.scores(state.version);
+    const asked = source.scores(state.version);
+    const scores = await waitingFor("Leaving out every point in turn", asked);
     if (app.state !== state) return;
+    app.scores = scores;
     document.body.classList.remove("stale");
     drawScores();
-    askPreview();
     await showFinding();
   } catch (error) {
-    if (!error.stale) tell(error);
+    if (app.state !== state || error.stale) return;
+    app.failed = true;
+    drawStrips(app, pickCard);
+    drawMap();
+    showFinding();
+    tell(error);
   }
 }
 
-/** An edit: refused while another is under way, told if it is refused. */
-async function act(ask) {
+/** An edit, with words for it: refused while another is under way, told if it is refused. */
+async function act(words, ask) {
   if (app.busy || source.readOnly) return;
   app.busy = true;
   clearTimeout(waiting); // a preview of points that may be gone by then
   document.body.setAttribute("aria-busy", "true");
   enable();
+  say(`${words} …`);
   try {
-    const state = await ask();
+    const state = await waitingFor(words, ask());
     at("trouble").hidden = true;
     take(state);
     say(summary(app, state));
@@ -110,9 +126,18 @@ async function act(ask) {
 }
 
 function tell(error) {
+  if (error.gone) return tellEnded(error.message);
   at("trouble").textContent = error.message;
   at("trouble").hidden = false;
 }
+
+/** The server has dropped this visit, or an earlier one of this tab; stays until the page is loaded again. */
+function tellEnded(words) {
+  at("ended").textContent = words ? words.replace("Reload the page to begin anew.", app.start ? "$&" : "This page begins anew.") : "";
+  at("ended").hidden = !words;
+}
+
+const remove = () => act(`Removing ${count(app.selected.size, "point")}`, () => source.remove([...app.selected]));
 
 function say(text) {
   at("status").textContent = text;
@@ -143,6 +168,7 @@ function selectionChanged() {
   app.preview = null;
   drawMap();
   drawSelection();
+  drawPreview();
   drawAnswer(app);
   for (const card of document.querySelectorAll(".card[data-point]")) {
     card.setAttribute("aria-pressed", String(app.selected.has(Number(card.dataset.point))));
@@ -164,7 +190,8 @@ function askPreview() {
       drawPreview();
       drawAnswer(app);
     } catch (error) {
-      if (current()) at("preview").textContent = error.message;
+      if (error.gone) tell(error);
+      else if (current()) at("preview").textContent = error.message;
     }
   }, PATIENCE);
 }
@@ -180,7 +207,7 @@ function drawAll() {
     `${model.title}${size}, trained on ${now} of ${app.start.name}. ${capital(summary(app, app.state))}.` +
     app.start.notes.map((note) => ` ${note}`).join("");
   at("foot").textContent =
-    `dualfluence ${app.start.version} · ${model.loss} · λ = ${number(model.ridge)} · ${model.dtype}` +
+    `dualfluence ${app.start.version} · ${model.loss} · λ = ${number(app.state.ridge)} · ${model.dtype}` +
     (source.readOnly ? " · saved page" : " · served by dualfluence explore");
   markQueries(app, at("queries"));
   drawAnswer(app);
@@ -188,6 +215,8 @@ function drawAll() {
   drawSelection();
   drawCertificate(app);
   drawHistory(app);
+  if (!app.scores) at("how").textContent = "";
+  at("ridge").value = String(app.state.ridge);
   enable();
 }
 
@@ -256,18 +285,18 @@ function drawSelection() {
 function drawPreview() {
   const points = [...app.selected];
   const place = at("preview");
-  if (!points.length || !app.scores) return place.replaceChildren();
-  const effects = app.scores.effects[app.query];
-  const sum = points.reduce((total, i) => total + effects[i], 0);
-  if (source.readOnly) return place.replaceChildren(...savedPreview(points, sum));
-  if (!app.preview) return place.replaceChildren("…");
+  if (!points.length) return place.replaceChildren();
+  const effects = app.scores?.effects[app.query];
+  const sum = effects ? points.reduce((total, i) => total + effects[i], 0) : null;
+  if (source.readOnly) return place.replaceChildren(...(effects ? savedPreview(points, sum) : []));
+  if (!app.preview) return place.replaceChildren("Computing what leaving them out would do …");
   const change = app.preview.losses[app.query] - app.state.losses[app.query];
   const bound = app.preview.certificate.relative_bound;
   const changed = app.start.kind === "number" ? "" : ` ${changedAnswers(app.state, app.preview)} of ${count(app.state.losses.length, "answer")} would change.`;
   place.replaceChildren(
     `Without ${points.length === 1 ? "it" : "them"} the loss of query ${app.query} changes by `,
     element("b", {}, signed(change)),
-    points.length > 1 ? ` (one by one: ${signed(sum)}).` : ".",
+    points.length > 1 && sum !== null ? ` (one by one: ${signed(sum)}).` : ".",
     changed,
     bound === null ? "" : ` Certified to ${percent(bound)}, in ${duration(app.preview.stats.seconds)}.`,
   );
@@ -300,11 +329,13 @@ function wholeGroup(points) {
 async function showFinding() {
   const which = document.querySelector("input[name=finding]:checked").value;
   const draw = () => drawFinding(app, which, app.groups, pickCard, selectGroup);
-  if (!app.scores) return;
+  if (!app.scores) {
+    return at("finding").replaceChildren(notYet(app));
+  }
   draw();
   if ((which !== "groups" && !source.readOnly) || app.groups) return;
   const state = app.state;
-  const groups = await source.groups(state.version);
+  const groups = await waitingFor("Leaving out each group", source.groups(state.version));
   if (app.state !== state) return;
   app.groups = groups;
   if (document.querySelector("input[name=finding]:checked").value === which) draw();
@@ -319,7 +350,7 @@ function enable() {
   at("remove").disabled = at("relabel").disabled = off || !some;
   at("clear").disabled = !some;
   at("undo").disabled = at("reset").disabled = off || app.state.history.length < 2;
-  at("refine").disabled = off;
+  at("refine").disabled = at("ridge").disabled = off;
   at("save").hidden = source.readOnly;
   at("relabel").hidden = Array.isArray(app.first.labels[0]);
   at("label-place").hidden = at("relabel").hidden;
@@ -331,6 +362,13 @@ function labelInput() {
   }
   const options = app.start.classes.map((name, k) => element("option", { value: k }, name));
   return element("select", { id: "label", "aria-label": "new label" }, ...options);
+}
+
+function fillRidges() {
+  const { ridges } = app.start;
+  at("ridge-place").hidden = at("ridge-words").hidden = source.readOnly || !ridges.length;
+  const one = (ridge) => element("option", { value: String(ridge) }, number(ridge));
+  at("ridge").replaceChildren(...ridges.map(one));
 }
 
 function fillGroups() {
@@ -352,17 +390,25 @@ function setQuery(q) {
   strip.scrollTo({ left: frame.offsetLeft - strip.clientWidth / 2 + frame.clientWidth / 2 });
   drawAnswer(app);
   if (app.scores) drawScores();
-  else drawMap();
+  else drawPreview();
   say(frame.getAttribute("aria-label"));
 }
 
 function listen() {
   const click = (id, work) => at(id).addEventListener("click", work);
-  click("remove", () => act(() => source.remove([...app.selected])));
-  click("relabel", () => act(() => source.relabel([...app.selected], Number(at("label").value))));
-  click("refine", () => act(source.refine));
-  click("undo", () => act(source.undo));
-  click("reset", () => act(source.reset));
+  click("remove", remove);
+  click("relabel", () => {
+    const words = `Relabelling ${count(app.selected.size, "point")}`;
+    act(words, () => source.relabel([...app.selected], Number(at("label").value)));
+  });
+  click("refine", () => act("Taking a step", source.refine));
+  click("undo", () => act("Going back", source.undo));
+  click("reset", () => act("Going back to the first model", source.reset));
+  at("ridge").addEventListener("change", async (event) => {
+    const ridge = Number(event.target.value);
+    await act(`Fitting with λ = ${number(ridge)}`, () => source.ridge(ridge));
+    at("ridge").value = String(app.state.ridge); // as it was, where that was refused
+  });
   click("clear", clear);
   click("download", async () => {
     const document = await source.certificate().catch(tell);
@@ -370,7 +416,7 @@ function listen() {
   });
   click("save", async () => {
     at("save").disabled = true;
-    const page = await source.page().catch(tell);
+    const page = await waitingFor("Writing the page", source.page()).catch(tell);
     at("save").disabled = false;
     if (page) offer("dualfluence-explore.html", page, "text/html");
   });

@@ -11,7 +11,7 @@ export function drawCertificate(app) {
   document.getElementById("bound-words").textContent =
     bound === null
       ? "The network is not linear in its parameters: every number here is an estimate."
-      : "of the way that training went: so far, at most, is this model from one trained from scratch on the set as it is now.";
+      : "of the way that training went: this model is at most so far from one trained from scratch on the set as it is now.";
   const facts = [
     ["distance bound", certificate.distance_bound === null ? "none" : number(certificate.distance_bound), "distance"],
     ["relative bound", bound === null ? "none" : number(bound), "relative"],
@@ -31,6 +31,7 @@ export function drawHistory(app) {
     remove: (a) => `Removed ${listed(a.points)}`,
     relabel: (a) => `Relabelled ${listed(a.points)} as ${labelText(a.label)}`,
     step: () => "One more step",
+    ridge: (a) => `Fitted with λ = ${number(a.ridge)}`,
   };
   const items = app.state.history.map((action) => {
     const bound = action.relative_bound === null ? "" : ` · ≤ ${percent(action.relative_bound)}`;

@@ -102,8 +102,18 @@ function bar(app, k, p, truth) {
   return row;
 }
 
-/** The strips of helpful and harmful points. */
+/** In place of what is computed still, or could not be. */
+export function notYet(app) {
+  if (app.failed) return element("p", { class: "small" }, "Not computed: see above.");
+  return element("p", { class: "small computing" }, "Computing for the model as it is now …");
+}
+
+/** The strips of helpful and harmful points; words instead while these are computed. */
 export function drawStrips(app, onpick) {
+  if (!app.scores) {
+    for (const kind of ["helpful", "harmful"]) document.getElementById(kind).replaceChildren(notYet(app));
+    return;
+  }
   const effects = app.scores.effects[app.query];
   const order = [...effects.keys()].filter((i) => !app.removed.has(i)).sort((a, b) => effects[b] - effects[a]);
   const sides = {

@@ -1,6 +1,7 @@
 // Where the numbers come from: the server that serves this page, or the page itself if it was saved.
 
 const TOKEN = "dualfluence-token";
+const VISIT = "dualfluence-visit"; // of this tab: its edits are its own
 
 /** What answers the page's questions; `readOnly` where there is no model behind it. */
 export function makeSource() {
@@ -21,6 +22,8 @@ function takeToken() {
 function serverSource(token) {
   async function ask(path, body) {
     const headers = { Authorization: `Bearer ${token}` };
+    const visit = sessionStorage.getItem(VISIT);
+    if (visit) headers.Visit = visit;
     const options = body === undefined ? { headers } : { method: "POST", headers, body: JSON.stringify(body) };
     let answer;
     try {
@@ -34,12 +37,18 @@ function serverSource(token) {
     if (answer.ok) return answer;
     const error = new Error((await answer.json()).error);
     error.stale = answer.status === 409;
+    error.gone = answer.status === 410;
     throw error;
   }
   const json = async (path, body) => (await ask(path, body)).json();
+  async function begin() {
+    const content = await json("start");
+    sessionStorage.setItem(VISIT, content.visit);
+    return content;
+  }
   return {
     readOnly: false,
-    begin: () => json("start"),
+    begin,
     scores: async (version) => decoded(await json(`scores?version=${version}`)),
     groups: (version) => json(`groups?version=${version}`),
     certificate: () => json("certificate"),
@@ -47,6 +56,7 @@ function serverSource(token) {
     preview: (points) => json("preview", { points }),
     remove: (points) => json("remove", { points }),
     relabel: (points, label) => json("relabel", { points, label }),
+    ridge: (ridge) => json("ridge", { ridge }),
     refine: () => json("refine", {}),
     undo: () => json("undo", {}),
     reset: () => json("reset", {}),
