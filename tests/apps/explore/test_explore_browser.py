@@ -18,6 +18,7 @@ from dualfluence.apps.attribute._page import write_audit
 from dualfluence.apps.explore._app import make_app
 from dualfluence.apps.explore._run import save_page
 from dualfluence.apps.explore._session import Session
+from dualfluence.apps.explore._visitors import Visitors
 
 CHROMIUM = next((p for p in map(shutil.which, ("chromium", "chromium-browser")) if p), None)
 TOKEN = "b" * 43
@@ -37,17 +38,21 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def served(digits_scene):
-    """A session behind a port of this machine."""
-    session = Session(digits_scene)
+def visitors(first):
+    return Visitors(first)
+
+
+@pytest.fixture(scope="module")
+def served(first, visitors):
+    """What every visitor begins with, behind a port of this machine."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(session, TOKEN), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(make_app(visitors, TOKEN), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:
         time.sleep(0.01)
-    yield session, f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    yield first, f"http://127.0.0.1:{listener.getsockname()[1]}/"
     server.should_exit = True
     thread.join()
 
@@ -69,6 +74,10 @@ class Seen:
 
     def text(self, selector):
         return self.page.inner_text(selector)
+
+    def visit(self):
+        """The name that the server gave to this visitor."""
+        return self.page.evaluate("sessionStorage.getItem('dualfluence-visit')")
 
     def settled(self):
         """Until the scores of the model as it is are on the page."""
@@ -107,8 +116,7 @@ class Seen:
 
 @pytest.fixture
 def open_page(browser, served):
-    session, url = served
-    session.reset()
+    _, url = served
     seen = []
 
     def open_one(address=None, **options):
@@ -129,6 +137,12 @@ def seen(open_page):
     seen = open_page()
     seen.settled()
     return seen
+
+
+@pytest.fixture
+def own(seen, visitors):
+    """The session of the visitor who sees the page."""
+    return visitors.find(seen.visit())
 
 
 def shown(p):
@@ -219,8 +233,7 @@ def test_undo_brings_back_what_was_shown(seen):
     assert (seen.text("#query-panel"), seen.text("#facts"), seen.text("#about")) == before
 
 
-def test_edits_in_quick_succession_end_at_the_last(seen, served):
-    session, _ = served
+def test_edits_in_quick_succession_end_at_the_last(seen, own):
     one, two = apart(seen, 2)
     seen.select(one)
     seen.page.click("#remove")
@@ -228,9 +241,9 @@ def test_edits_in_quick_succession_end_at_the_last(seen, served):
     seen.select(two)
     seen.page.click("#remove")  # while the scores without the first are still computed
     seen.history(3)
-    assert session.state()["removed"] == sorted((one, two))
+    assert own.state()["removed"] == sorted((one, two))
     seen.ask(0)
-    check_answer(seen, session.fitted, session.scene, 0)
+    check_answer(seen, own.fitted, own.scene, 0)
 
 
 def test_relabelling_is_that_of_the_library(seen, served, edited):
@@ -255,8 +268,85 @@ def test_relabelling_is_that_of_the_library(seen, served, edited):
     seen.history(1)
 
 
-def test_the_certificate_can_be_downloaded(seen, served):
-    session, _ = served
+def test_the_page_says_that_it_computes_in_place_of_what_is_not_there(
+    open_page, visitors, monkeypatch
+):
+    """Neither empty strips nor those of the model before."""
+    gate, scores = threading.Event(), Session.scores
+
+    def late(session, version=None):
+        gate.wait(60)
+        return scores(session, version)
+
+    monkeypatch.setattr(Session, "scores", late)
+    seen = open_page()
+
+    def computing():
+        seen.page.wait_for_selector("#working:not([hidden])")
+        for place in ("#helpful", "#harmful", "#finding"):
+            assert "Computing" in seen.text(place)
+            assert not seen.page.query_selector_all(f"{place} .card")
+        assert "Leaving out every point" in seen.text("#working")
+
+    try:
+        computing()
+        gate.set()
+        seen.settled()
+        assert seen.page.query_selector_all("#helpful .card")
+        seen.page.wait_for_selector("#working", state="hidden")
+        gate.clear()
+        seen.select(*apart(seen, 1))
+        seen.page.click("#remove")
+        seen.page.wait_for_selector("#history li >> nth=1")
+        computing()
+    finally:
+        gate.set()
+    seen.history(2)
+    assert seen.page.query_selector_all("#helpful .card")
+
+
+def test_another_ridge_is_fitted_and_undone(seen, own):
+    scene, ridge = own.scene, own.start["ridges"][-1]
+    before = seen.text("#foot")
+    seen.page.select_option("#ridge", str(ridge))
+    seen.history(2)
+    model = dfl.fit(
+        scene.fitted.network,
+        scene.fitted.x,
+        np.asarray(scene.fitted.data.targets).argmax(axis=1),
+        loss=scene.fitted.loss,
+        ridge=ridge,
+        progress=False,
+    )
+    p = softmax(np.asarray(model.predict(scene.xq)))
+    seen.ask(2)
+    got = [float(value.replace("< ", "").replace(" %", "")) for value in seen.values()]
+    np.testing.assert_allclose(got, 100 * p[2], atol=0.11)  # one digit behind the point
+    assert f"λ = {ridge:g} " in seen.text("#foot")
+    seen.page.click("#undo")
+    seen.history(1)
+    assert seen.text("#foot") == before
+    assert float(seen.page.input_value("#ridge")) == scene.fitted.ridge
+
+
+def test_a_visitor_who_was_dropped_is_told_and_begins_anew(open_page, visitors):
+    seen = open_page()
+    seen.settled()
+    for _ in range(visitors.most):
+        visitors.begin()
+    seen.select(*apart(seen, 1))
+    seen.page.wait_for_selector("#ended:not([hidden])")
+    assert "visit has ended" in seen.text("#ended")
+    seen.page.reload()
+    seen.settled()
+    assert "begins anew" in seen.text("#ended")
+    assert len(visitors.find(seen.visit()).moments) == 1
+    # The browser notes the refusal of the request in its console; nothing else.
+    assert all("410" in complaint for complaint in seen.complaints)
+    seen.complaints.clear()
+
+
+def test_the_certificate_can_be_downloaded(seen, own):
     seen.select(*apart(seen, 1))
     seen.page.click("#remove")
     seen.history(2)
@@ -264,7 +354,7 @@ def test_the_certificate_can_be_downloaded(seen, served):
         seen.page.click("#download")
     assert download.value.suggested_filename == "certificate.json"
     document = json.loads(Path(download.value.path()).read_text())
-    want = session.certificate()
+    want = own.certificate()
     assert document["certificate"] == want["certificate"]
     assert document["model"] == want["model"]
 
@@ -282,9 +372,8 @@ def test_a_lasso_selects_what_is_inside(seen):
     assert seen.selected() == {point}
 
 
-def test_a_group_is_selected_and_its_effect_shown_before_anything_is_done(seen, served, edited):
-    session, _ = served
-    scene = session.scene
+def test_a_group_is_selected_and_its_effect_shown_before_anything_is_done(seen, own, edited):
+    scene = own.scene
     seen.ask(1)
     seen.page.select_option("#group", "class 1")
     members = scene.named_groups["class 1"]
@@ -292,14 +381,13 @@ def test_a_group_is_selected_and_its_effect_shown_before_anything_is_done(seen, 
     seen.page.wait_for_selector("#preview b")
     change = float(edited(scene.fitted, dfl.Remove(members)).delta_loss(scene.xq, scene.yq)[1])
     assert read(seen.text("#preview b")) == pytest.approx(change, rel=0.06)
-    assert len(session.moments) == 1
+    assert len(own.moments) == 1
     seen.page.check("input[value=groups]", force=True)
     seen.page.wait_for_selector("#finding table")
     assert "class 1" in seen.text("#finding")
 
 
-def test_everything_can_be_done_from_the_keyboard(seen, served):
-    session, _ = served
+def test_everything_can_be_done_from_the_keyboard(seen, own):
     page = seen.page
     page.focus("#queries")
     page.keyboard.press("Home")
@@ -316,7 +404,7 @@ def test_everything_can_be_done_from_the_keyboard(seen, served):
     assert first < seen.selected()
     page.keyboard.press("Delete")
     seen.history(2)
-    assert len(session.state()["removed"]) == 2
+    assert len(own.state()["removed"]) == 2
     page.focus("#undo")
     page.keyboard.press("Enter")
     seen.history(1)
@@ -338,8 +426,8 @@ def test_every_control_is_reached_by_tab_and_shows_where_one_is(seen):
         )
         reached.add(name)
         assert outlined or name == "", f"{name} shows no focus"
-    want = "query-number queries colour map group clear remove relabel label refine download save finding"
-    assert set(want.split()) <= reached
+    want = "query-number queries colour map group clear remove relabel label refine ridge download save"
+    assert {*want.split(), "finding"} <= reached
 
 
 @pytest.mark.parametrize("width", [360, 390, 768, 1280])

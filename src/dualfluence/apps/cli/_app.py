@@ -63,6 +63,7 @@ def demo(
             points=points, ridge=ridge, seed=seed, report=lambda text: status.update(f"{text} …")
         )
     console.print(_demo_table(result))
+    console.print(demonstration.gain_in_words(result["gain"]), soft_wrap=True)
     write_json(numbers, result)
     demonstration.write_page(result, page)
     console.print(

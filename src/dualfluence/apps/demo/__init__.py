@@ -1,5 +1,6 @@
-"""The demo: one network, six removals, every method side by side, one page."""
+"""The demo: what digits did, which labels are wrong, and removals by every method, on one page."""
 
+from ._page import gain_in_words as gain_in_words
 from ._page import percent as percent
 from ._page import write_page as write_page
 from ._run import METHODS as METHODS

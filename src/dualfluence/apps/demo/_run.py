@@ -12,6 +12,7 @@ from ..compare._names import ONE_STEP, PAPER, PARAMETER, RANDOM, RETRAINED, TWO_
 from ..compare._networks import fully_connected_from_zero
 from ..compare._removals import WARM_UP, Measurement, Removals
 from ..paper._methods import make_methods
+from ._gain import leave_out_each
 from ._story import tell
 
 WIDTHS = (784, 1024, 10)
@@ -20,7 +21,7 @@ WIDTHS = (784, 1024, 10)
 RIDGE = 1e-3
 """With it the network reads 0.767 of the test digits from 300, scikit-learn's logistic regression 0.757."""
 
-PERCENTAGES = (1.0, 10.0, 30.0, 50.0, 70.0, 90.0)
+PERCENTAGES = (1.0, 10.0, 30.0)
 METHODS = (RETRAINED, ONE_STEP, TWO_STEPS, PAPER, PARAMETER, RANDOM)
 REPEATS = {ONE_STEP: 3, TWO_STEPS: 3}
 """Repeated calls of the fast methods; the others run once after their warm-up."""
@@ -35,7 +36,7 @@ def run_demo(
     seed: int = 0,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Fit on `mnist-small`, explain, audit, remove points, and compare every method with retraining."""
+    """Fit on `mnist-small`, explain, audit, remove points, and compare with retraining."""
     start = time.perf_counter()
     data = datasets.load("mnist-small")
     report(f"fitting {'-'.join(map(str, widths))} on {points} images")
@@ -43,6 +44,8 @@ def run_demo(
     case = Removals(model, data, points, ridge)
     report("asking which points made two predictions, and which labels are wrong")
     story = tell(case, seed)
+    report("training without single points, to compare")
+    gain = leave_out_each(case, story["chosen"], story["first_seconds"], seed)
     measured: list[Measurement] = []
     for percent in percentages:
         report(f"removing {percent} %")
@@ -63,6 +66,7 @@ def run_demo(
         },
         "fit": {**stats._asdict(), "relative_bound": case.fitted.certificate.relative_bound},
         "story": story,
+        "gain": gain,
         "outcomes": [asdict(each) for each in measured],
         "seconds": time.perf_counter() - start,
     }
@@ -70,8 +74,9 @@ def run_demo(
 
 def _all_methods(case: Removals, percent: float) -> list[Measurement]:
     methods = make_methods(case.trained(Settings()), METHODS[:-1])
-    warm_up = make_methods(case.trained(WARM_UP), (PAPER, PARAMETER))
-    truth, _ = methods[RETRAINED](case.indices(percent))
+    truth, _ = again = methods[RETRAINED](case.indices(percent))
+    # The truth has compiled retraining; the methods that iterate compile without their iterations.
+    warm_up = make_methods(case.trained(WARM_UP), (PAPER, PARAMETER)) | {RETRAINED: lambda _: again}
     measured = [
         case.measure(
             name,
