@@ -138,6 +138,7 @@ def test_demo_tells_which_points_and_which_labels(story):
     json.dumps(story)
 
 
+@pytest.mark.thorough
 def test_demo_leaves_out_every_point_as_retraining_does(case, story):
     gain = leave_out_each(case, story["chosen"], story["first_seconds"], 0)
     # One Newton step: its error grows like the share that is left out, here a thirtieth; of 300 points,

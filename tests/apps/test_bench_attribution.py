@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.thorough, pytest.mark.host, pytest.mark.ordinary]
 SIZES = (16, 4, (3,), 4, 12, 0.05, 6, 5, 0)
 
 
+@pytest.mark.thorough
 def test_the_truth_is_training_without_the_points():
     problem = _attribution._make_problem(*SIZES)
     x, y, xq, yq = problem.data

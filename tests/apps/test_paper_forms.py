@@ -25,6 +25,7 @@ def ones_problem():
     return dfl.fit(model, jnp.ones((4, 1)), y, loss=dfl.SquaredError(), ridge=1.0, progress=False)
 
 
+@pytest.mark.thorough
 def test_a_singular_system_is_an_error_with_advice_not_nan():
     for on_failure in ("raise", "report"):
         with pytest.raises(FloatingPointError, match=r"lacks full rank\. Try PaperCG, or Fitted"):
@@ -39,6 +40,7 @@ def test_conjugate_gradients_solve_a_consistent_singular_system(form):
     assert update.stats.converged
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 @pytest.mark.parametrize("loss_name", problems.LOSS_NAMES)
 def test_the_certificate_holds_where_the_kernel_lacks_full_rank(loss_name, form):
@@ -59,6 +61,7 @@ def test_the_certificate_holds_where_the_kernel_lacks_full_rank(loss_name, form)
     assert held >= len(SHAPES)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 def test_kernel_products_belong_to_the_dual_variables(form):
     problem = problems.linear_problem(8, 2, 5, "squared", seed=10)
@@ -74,6 +77,7 @@ def test_kernel_products_belong_to_the_dual_variables(form):
     np.testing.assert_allclose(np.ravel(update.state.k_alpha), K @ alpha, rtol=0, atol=atol)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", [PaperCG(max_steps=2), PaperFull(max_steps=2)], ids=repr)
 def test_an_unreached_residual_is_not_convergence(form):
     fitted = cases.fit(problems.linear_problem(8, 2, 40, "softmax"))
@@ -85,6 +89,7 @@ def test_an_unreached_residual_is_not_convergence(form):
     assert np.isfinite(update.certificate.distance_bound)
 
 
+@pytest.mark.thorough
 def test_the_papers_residual_is_out_of_reach_in_float32():
     fitted = cases.fit(problems.linear_problem(8, 2, 40, "softmax"), dtype=jnp.float32)
     update = remove(fitted, dfl.Remove([0]), on_failure="report")
@@ -95,6 +100,7 @@ def test_the_papers_residual_is_out_of_reach_in_float32():
     assert cases.relative(update.params(), one.params()) < 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 def test_the_residual_is_that_of_the_printed_system(form):
     import oracles
@@ -110,6 +116,7 @@ def test_the_residual_is_that_of_the_printed_system(form):
     np.testing.assert_allclose(update.delta_alpha, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 def test_removing_one_after_another_is_removing_both(form):
     fitted = cases.fit(problems.linear_problem(7, 2, 60, "squared"))
@@ -120,6 +127,7 @@ def test_removing_one_after_another_is_removing_both(form):
     assert cases.relative(listed.params(), both.params()) < 1e-6
 
 
+@pytest.mark.thorough
 def test_rows_on_a_mesh_give_the_same_answer():
     fitted = cases.fit(problems.linear_problem(7, 2, 60, "squared"))
     mesh = Mesh(np.asarray(jax.devices()), ("rows",))

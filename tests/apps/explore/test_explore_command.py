@@ -38,6 +38,7 @@ def data(tmp_path):
     return path
 
 
+@pytest.mark.thorough
 def test_a_model_by_name_is_saved_as_one_page(tmp_path, data):
     page = tmp_path / "page.html"
     out = run(NETWORK, "--data", data, "--save", page)
@@ -46,6 +47,7 @@ def test_a_model_by_name_is_saved_as_one_page(tmp_path, data):
     assert "data:image/png" in page.read_text()
 
 
+@pytest.mark.thorough
 def test_a_saved_model_is_taken_as_serve_takes_it(tmp_path, data):
     small = datasets.load("mnist-small")
     loss = dfl.SoftmaxCrossEntropy()
@@ -91,6 +93,7 @@ def test_a_port_in_use_is_told(session):
             serve(session, "127.0.0.1", taken.getsockname()[1], browser=False, tell=print)
 
 
+@pytest.mark.thorough
 def test_it_listens_on_this_machine_alone_and_prints_a_link(tmp_path, data):
     command = [sys.executable, "-u", "-m", "dualfluence", "explore", NETWORK]
     process = subprocess.Popen(
@@ -111,6 +114,7 @@ def test_it_listens_on_this_machine_alone_and_prints_a_link(tmp_path, data):
         process.wait(timeout=60)
 
 
+@pytest.mark.thorough
 def test_the_embedded_example_is_the_model_of_the_demo():
     scene = load_scene(None, points=20, queries=5)
     assert scene.title == "A network 784-1024-10"

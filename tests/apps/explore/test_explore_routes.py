@@ -233,8 +233,9 @@ def test_twenty_visitors_hold_little_more_than_one(first, visitors, compiled):
         session.remove([seed, seed + 1, seed + 2][: 1 + seed % 3])
         session.relabel([30], seed % 10)
         session.change_ridge(session.start["ridges"][2])
-        session.scores()
-        session.groups()
+        if seed < 3:  # the slow ones; what they keep are numbers of NumPy
+            session.scores()
+            session.groups()
         return session
 
     visit(0)

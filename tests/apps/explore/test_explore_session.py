@@ -59,7 +59,7 @@ def test_edits_follow_each_other_and_a_step_comes_nearer(session, edited):
     assert [a["what"] for a in state["history"]] == ["fit", "remove", "relabel", "step"]
 
 
-@pytest.mark.parametrize("place", [0, -1])
+@pytest.mark.parametrize("place", [pytest.param(0, marks=pytest.mark.thorough), -1])
 def test_another_ridge_is_a_fit_with_it_on_what_is_left(session, place):
     scene, ridge = session.scene, session.start["ridges"][place]
     assert ridge in (scene.fitted.ridge / 100, scene.fitted.ridge * 100)

@@ -5,7 +5,10 @@ import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import uvicorn
@@ -16,7 +19,9 @@ import dualfluence as dfl
 import problems
 from dualfluence.apps.explore._app import make_app as make_page
 from dualfluence.apps.serve._app import make_app
+from dualfluence.dual._fitted import Fitted
 from dualfluence.losses import SoftmaxCrossEntropy
+from dualfluence.problem._edits import TrainingSet
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -160,6 +165,43 @@ def test_a_server_takes_in_little_of_a_body_that_it_refuses():
     assert taken < offered / 4
 
 
+class Recorder(Fitted):
+    """A model that notes how many queries it is asked for at a time."""
+
+    def __init__(self, data, loss):
+        for name, value in {"data": data, "loss": loss, "asked": []}.items():
+            object.__setattr__(self, name, value)
+
+    def predict(self, x):
+        self.asked.append(("predict", len(x)))
+        return x[:, :2]
+
+    def attribute(self, x, y, **_):
+        self.asked.append(("attribute", len(x), len(y), y.dtype.kind))
+        return SimpleNamespace(values=np.asarray(x)[:, :3])
+
+
+def test_reads_of_a_few_queries_are_those_of_the_start():
+    """One size of programs, run once before the server answers."""
+    data = TrainingSet(jnp.ones((6, 4)), jax.nn.one_hot(jnp.arange(6) % 2, 2), np.ones(6))
+    model = Recorder(data, SoftmaxCrossEntropy())
+    desk = NoDesk()
+    desk.engine = SimpleNamespace(fitted=model)
+    with TestClient(make_app(desk, TOKEN)) as client:
+        warm = [*model.asked]
+        assert warm == [("predict", 8), ("attribute", 8, 8, "i")]
+        for rows, size in ((1, 8), (8, 8), (9, 16), (33, 64)):
+            x = np.arange(4.0 * rows).reshape(rows, 4)
+            body = {"x": x.tolist(), "y": [1] * rows}
+            model.asked.clear()
+            got = client.post("/predict", json={"x": body["x"]}, headers=BEARER).json()
+            np.testing.assert_array_equal(got["outputs"], x[:, :2])
+            got = client.post("/attribute", json=body, headers=BEARER).json()
+            np.testing.assert_array_equal(got["values"], x[:, :3])
+            assert model.asked == [("predict", size), ("attribute", size, size, "i")]
+            assert (model.asked == warm) == (rows <= 8)
+
+
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
     p = problems.linear_problem(16, 2, 24, "softmax", ridge=0.1)
@@ -167,6 +209,7 @@ def desk(tmp_path_factory):
         yield desk, p
 
 
+@pytest.mark.thorough
 def test_the_first_attribution_finds_its_programs_compiled(desk, compiled):
     desk, p = desk
     assert isinstance(desk.model.loss, SoftmaxCrossEntropy)
