@@ -27,6 +27,8 @@ from dualfluence.apps.demo import METHODS, run_demo, write_page
 from dualfluence.apps.demo._gain import leave_out_each
 from dualfluence.apps.demo._story import tell
 
+pytestmark = pytest.mark.host
+
 runner = CliRunner()
 
 
