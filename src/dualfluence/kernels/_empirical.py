@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._support.memory import tile_budget
+from .._support.options import check_count
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
 from ._prepare import as_inputs, num_points, prepare
@@ -145,9 +146,11 @@ def kernel_rows(
 
     A ReLU at a rounding's distance from its kink is on in a batch of one size and off in another. Here a
     point has the same derivatives in its row and in its column, so that the blocks together are symmetric
-    and have no negative eigenvalue beyond rounding. The last block starts early instead of being short.
+    and have no negative eigenvalue beyond rounding. The last block starts early instead of being short;
+    with fewer points than `size` there is one block of them all.
     """
     x, _ = as_inputs(x, None)
+    size = min(check_count("kernel_rows: size", size), num_points(x))
     # Not around a `yield`: it would hold for the caller too.
     highest = partial(jax.default_matmul_precision, PRECISION)
     with highest():

@@ -1,0 +1,135 @@
+"""Models of frameworks: the same outputs, and the way back."""
+
+import importlib.util
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import dualfluence as dfl
+from dualfluence import adapters
+
+from .table import each, names_to_call, network, raises, row
+
+
+class Layers(eqx.Module):
+    params: dict
+
+    def __call__(self, point):
+        return network(self.params, point[None])[0]
+
+
+@row("adapters.from_equinox")
+@row(*each("adapters", "Adapted", "at at_zero linearized read restore with_scale"), shared=True)
+def a_module_of_equinox(at):
+    module = Layers(at.params)
+    made = adapters.from_equinox(module)
+    assert isinstance(made, adapters.Adapted)
+    at.close(made(at.x), at.f0)
+    at.close(made.linearized.kernel(at.xq, at.x), at.Kq)
+    fitted = dfl.fit(made, at.x, at.y, loss=dfl.SquaredError(), ridge=at.ridge)
+    at.close(fitted.predict(at.xq), at.fitted.predict(at.xq), 5)
+    back = made.restore(fitted.params())
+    assert isinstance(back, Layers)
+    at.close(jax.vmap(back)(at.xq), fitted.predict(at.xq, linearised=False))
+    other = made.at(made.read(Layers(at.other)))
+    at.close(other(at.x), at.model(at.other, at.x))
+    at.close(made.at_zero()(at.x), np.zeros((at.n, at.c)))
+    free = made.with_scale(lambda path, leaf: 1 if leaf.ndim > 1 else 4.0)
+    at.close(free.linearized.kernel(at.xq, at.x), at.Kq + 3 * np.eye(at.c)[None, :, None, :])
+
+
+@row("adapters.from_linen", "adapters.from_nnx")
+def modules_of_flax(at):
+    if importlib.util.find_spec("flax") is None:
+        with raises(ImportError, r"dualfluence\[flax\]"):
+            adapters.from_nnx(None)
+        with raises(ImportError, r"dualfluence\[flax\]"):
+            adapters.from_linen(None, None)
+        return
+    from flax import linen, nnx
+
+    module = linen.Dense(at.c, param_dtype=at.dtype)
+    variables = module.init(jax.random.key(0), at.x)
+    W = np.asarray(variables["params"]["kernel"], float)
+    made = adapters.from_linen(module, variables)
+    at.close(made(at.x), np.asarray(at.x, float) @ W)
+    np.testing.assert_array_equal(made.restore(made.params)["params"]["kernel"], W)
+    layer = nnx.Linear(at.d, at.c, param_dtype=at.dtype, dtype=at.dtype, rngs=nnx.Rngs(0))
+    made = adapters.from_nnx(layer)
+    at.close(made(at.x), layer(at.x))
+    at.close(made.restore(made.params)(at.x), layer(at.x))
+
+
+@row("adapters.from_haiku", "adapters.from_keras", "adapters.from_torch", once=True)
+def frameworks_that_are_not_there(at):
+    """Where the framework is installed, `tests/adapters` asks more."""
+    calls = {
+        "haiku": lambda: adapters.from_haiku(None, None),
+        "keras": lambda: adapters.from_keras(None),
+        "torch": lambda: adapters.from_torch(None),
+    }
+    for name, call in calls.items():
+        if importlib.util.find_spec(name) is None:
+            with raises(ImportError, rf"dualfluence\[{name}\]"):
+                call()
+        else:
+            with raises(TypeError, "NoneType"):
+                call()
+
+
+@row("adapters.sgd_record")
+def a_record_of_training(at):
+    record = adapters.sgd_record(lambda step: 0.1 * (step + 1), [1, 3], momentum=0.9)
+    np.testing.assert_allclose(record["learning_rate"], [0.1, 0.2])
+    np.testing.assert_array_equal(record["steps"], [1, 3])
+    run = dfl.attribution.Trajectory(network, [at.params, at.other], **record)
+    np.testing.assert_allclose(run.ridge(0), 0.1 / (dfl.attribution.KAPPA * 0.1))
+
+
+CLASSIFIER, REGRESSOR = "DualInfluenceClassifier", "DualInfluenceRegressor"
+if f"adapters.{CLASSIFIER}" in names_to_call():
+
+    @row(*each("adapters", REGRESSOR, "fit predict attribute unfit"))
+    def ridge_regression_of_scikit_learn(at):
+        x, y = np.asarray(at.x), np.asarray(at.y)
+        made = adapters.DualInfluenceRegressor(ridge=at.ridge).fit(x, y)
+        A = np.concatenate([x, np.ones((at.n, 1))], axis=1).astype(float)
+
+        def solve(A, y):
+            return np.linalg.solve(A.T @ A / len(A) + at.ridge * np.eye(5), A.T @ y / len(A))
+
+        ones = np.ones((at.q, 1))
+        queries = np.concatenate([np.asarray(at.xq, float), ones], axis=1)
+        at.close(made.predict(np.asarray(at.xq)), queries @ solve(A, y))
+        if at.n == 1:
+            return
+        np.testing.assert_equal(
+            made.attribute(np.asarray(at.xq), np.asarray(at.yq)).shape, (at.q, at.n)
+        )
+        made.unfit([0])
+        at.close(made.predict(np.asarray(at.xq)), queries @ solve(A[1:], y[1:]), 2)
+
+    @row(
+        *each("adapters", CLASSIFIER, "fit predict predict_proba decision_function attribute unfit")
+    )
+    def logistic_regression_of_scikit_learn(at):
+        x, labels = np.asarray(at.x), at.labels
+        if at.n < 2 or at.c < 2:
+            with raises(ValueError, "two classes"):
+                adapters.DualInfluenceClassifier().fit(x, labels)
+            return
+        made = adapters.DualInfluenceClassifier(ridge=at.ridge).fit(x, labels)
+        p = made.predict_proba(np.asarray(at.xq))
+        np.testing.assert_allclose(p.sum(1), 1, rtol=1e-5)
+        np.testing.assert_array_equal(made.predict(np.asarray(at.xq)), made.classes_[p.argmax(1)])
+        assert np.isfinite(made.decision_function(np.asarray(at.xq))).all()
+        np.testing.assert_equal(made.attribute(np.asarray(at.xq)).shape, (at.q, at.n))
+        if at.n > at.c:
+            made.unfit([at.n - 1])
+            again = adapters.DualInfluenceClassifier(ridge=at.ridge).fit(x[:-1], labels[:-1])
+            want = again.predict_proba(np.asarray(at.xq))
+            at.close(made.predict_proba(np.asarray(at.xq)), want, 10)
+
+    assert jnp is not None
