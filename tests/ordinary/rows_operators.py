@@ -59,8 +59,15 @@ def built(at):
 
 
 @eqx.filter_jit
-def products(op, v, V):
-    return op.mv(v), op.mm(V), op.diagonal()
+def products(op, v, multiplied, written):
+    """What the methods return, in one program: products, and derived operators multiplied or written out."""
+    both = op.mm(jnp.stack([v, -2 * v], axis=2))
+    found = op.mv(v), both, op.diagonal(), asked(op.dense), asked(lambda: op.wide_mv(v))
+    return (
+        *found,
+        {name: made.mv(v) for name, made in multiplied.items()},
+        {name: made.dense() for name, made in written.items()},
+    )
 
 
 def asked(call):
@@ -89,7 +96,6 @@ def asked(call):
 @row("operators.BorderedOperator.around", "operators.grow", "operators.widen", shared=True)
 def every_structure(at):
     for op, K in built(at):
-        changes(at, op, K)
         name = type(op).__name__
         kinds = (ops.ShardedOperator, ops.ShardedMatrixFreeOperator)
         np.testing.assert_equal(isinstance(op, kinds), op.layout.sharding is not None)
@@ -98,15 +104,18 @@ def every_structure(at):
         np.testing.assert_equal((n * at.c, op.num_outputs), (len(K), at.c))
         v = at.array(n, at.c, seed=21)
         want = (K @ np.asarray(v, float).ravel()).reshape(n, at.c)
-        one, both, own = products(op, v, jnp.stack([v, -2 * v], axis=2))
+        multiplied, written, wanted = changes(at, op, K)
+        one, both, own, dense, wide, many, whole = products(op, v, multiplied, written)
+        for how, value in many.items():
+            at.close(value, want, what=f"{name}.{how}")
+        for how, value in whole.items():
+            at.close(value, wanted[how], what=f"{name}.{how}")
         at.close(one, want, what=name)
         at.close(both[:, :, 1], -2 * want, what=name)
         at.close(own, np.diagonal(K).reshape(n, at.c), what=name)
-        dense = asked(op.dense)
         assert dense is not None or op.layout.sharding is not None
         if dense is not None:
             at.close(dense, K, what=name)
-        wide = asked(lambda op=op, v=v: op.wide_mv(v))
         if wide is not None:
             at.close(wide, want, what=name)
         assert isinstance(op.check(), str)
@@ -128,57 +137,48 @@ def every_structure(at):
 
 
 def changes(at, op, K):
-    """Other points, places and precisions of the same structure."""
-    n, c = at.n, at.c
-    size, name = op.num_points, type(op).__name__
-    blocks = K.reshape(size, c, size, c)
-    rows = np.array([size - 1, 0, size - 1])
-    part = asked(lambda op=op, rows=rows: op.take(rows))
-    if part is not None:
-        want = blocks[rows][:, :, rows].reshape(3 * c, 3 * c)
-        at.close(part.dense(), want, what=f"{name}.take")
-    shorter = asked(lambda op=op, size=size: op.cut(max(n, size - 1)))
-    if shorter is not None:
-        m = max(n, size - 1)
-        at.close(shorter.dense(), blocks[:m, :, :m].reshape(m * c, -1), what=f"{name}.cut")
-    v = at.array(size, c, seed=22)
-    want = (K @ np.asarray(v, float).ravel()).reshape(size, c)
-    precise = asked(lambda op=op: op.with_precision(jax.lax.Precision.HIGHEST))
-    if precise is not None:
-        at.close(precise.mv(v), want, what=f"{name}.with_precision")
-    layout = on_mesh(size, as_mesh(jax.devices()))
-    spread = asked(lambda op=op, layout=layout: op.spread(layout))
-    if spread is not None and op.layout.sharding is None:
-        at.close(spread.mv(v), want, what=f"{name}.spread")
-    elsewhere = asked(lambda op=op: op.at_points(at.x, op.layout))
-    if elsewhere is not None:
-        at.close(elsewhere.mv(at.y), op.mv(at.y), what=f"{name}.at_points")
-    same = op.map_narrow(lambda inner: inner)
-    at.close(same.mv(v), want, what=f"{name}.map_narrow")
-    grown_by_columns(at, op, K, name)
-    more = asked(
-        lambda op=op, size=size: op.with_features(jnp.asarray(at.Jq, at.dtype), size, size + at.q)
+    """Operators made of this one: same products, others written out, and what those must be."""
+    n, c, size = at.n, at.c, op.num_points
+    blocks, rows, m = (
+        K.reshape(size, c, size, c),
+        np.array([size - 1, 0, size - 1]),
+        max(n, size - 1),
     )
-    if more is not None:
-        J = np.concatenate([at.J, at.Jq])
-        both = np.einsum("iap,jbp->iajb", J, J).reshape((size + at.q) * c, -1)
-        at.close(more.dense(), both, what=f"{name}.with_features")
+    same = {
+        "with_precision": asked(lambda: op.with_precision(jax.lax.Precision.HIGHEST)),
+        "spread": asked(lambda: op.spread(on_mesh(size, as_mesh(jax.devices())))),
+        "map_narrow": op.map_narrow(lambda inner: inner),
+        "at_points": asked(lambda: op.at_points(at.x, op.layout)),
+    }
+    columns, grown = two_more(at, op, K)
+    J = np.concatenate([at.J, at.Jq])
+    features = jnp.asarray(at.Jq, at.dtype)
+    others = {
+        "take": asked(lambda: op.take(rows)),
+        "cut": asked(lambda: op.cut(m)),
+        "with_columns": asked(lambda: op.with_columns(columns, size, size + 2)),
+        "with_features": asked(lambda: op.with_features(features, size, size + at.q)),
+    }
+    want = {
+        "take": blocks[rows][:, :, rows].reshape(3 * c, 3 * c),
+        "cut": blocks[:m, :, :m].reshape(m * c, -1),
+        "with_columns": grown,
+        "with_features": np.einsum("iap,jbp->iajb", J, J).reshape(len(J) * c, -1),
+    }
+    there = lambda made: {k: v for k, v in made.items() if v is not None}  # noqa: E731
+    return there(same), there(others), want
 
 
-def grown_by_columns(at, op, K, name):
-    """`with_columns` puts two points after those that there are."""
+def two_more(at, op, K):
+    """The columns of two points after those that there are, and the matrix with them."""
     size, c = op.num_points, at.c
     if op.is_kronecker:
         new = np.concatenate([np.full((size, 2), 0.25), 2 * np.eye(2)])
         S = np.asarray(op.entries(), float)
         want = np.kron(np.block([[S, new[:size]], [new[:size].T, new[size:]]]), np.eye(c))
     else:
-        new = np.concatenate(
-            [np.full((size, c, 2, c), 0.25), 2 * np.eye(2 * c).reshape(2, c, 2, c)]
-        )
-        side, corner = new[:size].reshape(size * c, 2 * c), new[size:].reshape(2 * c, 2 * c)
-        want = np.block([[K, side], [side.T, corner]])
-    columns = jnp.asarray(new, at.dtype)
-    grown = asked(lambda: op.with_columns(columns, size, size + 2))
-    if grown is not None:
-        at.close(grown.dense(), want, what=f"{name}.with_columns")
+        corner = 2 * np.eye(2 * c).reshape(2, c, 2, c)
+        new = np.concatenate([np.full((size, c, 2, c), 0.25), corner])
+        side = new[:size].reshape(size * c, 2 * c)
+        want = np.block([[K, side], [side.T, corner.reshape(2 * c, 2 * c)]])
+    return jnp.asarray(new, at.dtype), want

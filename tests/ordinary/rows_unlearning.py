@@ -14,6 +14,13 @@ from .rows_fits import certified, same_model, trained
 from .table import each, flat, raises, row
 
 
+def within_drift(at, model, delta):
+    """Without `until` an answer is certified to one per cent of `‖θ − θ₀‖`, and may be that far off."""
+    certificate = model.certificate
+    assert certificate.distance_bound <= 1.05e-2 * np.linalg.norm(delta)
+    certified(at, model, delta)
+
+
 @row(*each("unlearning", "Desk", "remove relabel correct add preview retrain model certificate"))
 @row(*each("unlearning", "Desk", "close checkpoint record_publication"), "unlearning.open")
 @row(
@@ -38,11 +45,10 @@ def a_desk(at):
         "f0": np.concatenate([at.f0, at.f0q[:1]]),
         "y": np.concatenate([y, np.asarray(at.yq[:1], float)]),
     }
-    same_model(at, desk.add(["new"], at.xq[:1], at.yq[:1]), trained(at, **more), 5)
+    within_drift(at, desk.add(["new"], at.xq[:1], at.yq[:1]), trained(at, **more))
     left = np.concatenate([[0.0], np.ones(at.n)])
     answer = desk.remove("0")
-    same_model(at, answer, trained(at, weights=left, **more), 20)
-    certified(at, answer, trained(at, weights=left, **more))
+    within_drift(at, answer, trained(at, weights=left, **more))
     moved = {
         "J": np.concatenate([more["J"], at.Jq[1:2]]),
         "f0": np.concatenate([more["f0"], at.f0q[1:2]]),
@@ -51,7 +57,7 @@ def a_desk(at):
     left = np.concatenate([left, [1.0]])
     left[at.n] = 0.0
     corrected = desk.correct("new", at.xq[1:2], at.yq[1:2])
-    same_model(at, corrected, trained(at, weights=left, **moved), 20)
+    within_drift(at, corrected, trained(at, weights=left, **moved))
     same_model(at, desk.retrain(), trained(at, weights=left, **moved), 5)
     assert np.isfinite(desk.certificate.distance_bound)
     desk.record_publication({"mu": 0.1})
@@ -76,7 +82,7 @@ def an_engine(at):
     work = engine.propose([dfl.Remove([0])])
     same_model(at, engine.fitted, trained(at))
     engine.accept(work)
-    same_model(at, engine.fitted, trained(at, weights=left), 20)
+    within_drift(at, engine.fitted, trained(at, weights=left))
 
 
 @row(*each("unlearning", "Ledger", "append close last_hash"), "unlearning.LedgerError")
@@ -114,7 +120,7 @@ def a_ledger_and_its_documents(at):
 @row("unlearning.BudgetSpent", shared=True)
 def publications(at):
     with unlearning.open(at.folder / "publisher", at.fitted) as desk:
-        sigma = 20 * desk.certificate.distance_bound + 1e-6
+        sigma = 20 * desk.certificate.distance_bound
         publisher = unlearning.Publisher(desk, epsilon=1.0, delta=1e-5, sigma=sigma)
         np.testing.assert_equal(publisher.spent, 0.0)
         found = publisher.params()
