@@ -143,7 +143,7 @@ def test_a_server_takes_in_little_of_a_body_that_it_refuses():
     """Over a real connection: 64 MB offered without the token, of which the buffers hold a few."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app(), log_level="critical"))
+    server = uvicorn.Server(uvicorn.Config(app(), http="h11", log_level="critical"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     offered, piece = 64 * 2**20, b"x" * 2**16

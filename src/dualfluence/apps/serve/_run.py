@@ -44,5 +44,6 @@ def address(host: str, listener: socket.socket) -> str:
 
 def run(app: ASGIApp, listener: socket.socket, ready: Callable[[], Any]) -> None:
     """Serve until interrupted; `ready` is called once requests are answered."""
-    config = uvicorn.Config(app, log_level="warning")
+    # h11 bounds the size of headers, which come before anything that could be refused.
+    config = uvicorn.Config(app, http="h11", log_level="warning")
     _Server(config, ready).run(sockets=[listener])
