@@ -69,7 +69,8 @@ def test_points_that_pulled_against_each_other_are_let_go_of_in_few_steps(seed):
     y, solver = np.array([[41.0], [-39.0], [1], [1], [1]]), dfl.Cholesky()
     options = {"loss": dfl.SquaredError(), "ridge": 1e-5, "solver": solver, "progress": False}
     model = _model(8, "float64")
-    until = 2 * dfl.fit(model, x[2:], y[2:], **options).certificate.distance_bound
+    fresh = dfl.fit(model, x[2:], y[2:], **options).certificate
+    until = 2 * (fresh.gradient_norm + fresh.noise) / fresh.ridge  # what a gradient there rounds by
     fitted = dfl.fit(model, x, y, **options)
     update = fitted.edit(dfl.Remove([0, 1]), until=until, solver=solver, progress=False)
     assert update.stats.steps <= 5

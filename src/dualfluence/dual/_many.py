@@ -16,7 +16,7 @@ from .._support.compile import filter_jit
 from .._support.memory import memory_budget
 from .._support.progress import ProgressFn, Ticker
 from ..operators import AbstractKernelOperator
-from ..problem._certificate import measure_norms
+from ..problem._certificate import measure_norms, reach
 from ..problem._objective import Problem, State
 from ..solvers import AbstractPreconditioner
 from ..solvers._cg import conjugate_gradients
@@ -140,6 +140,7 @@ class _Report(eqx.Module):
     gradient: Float[Array, "..."]
     rounding: Float[Array, "..."]
     parameters: Float[Array, "..."]
+    noise: Float[Array, "..."]
     step_size: Float[Array, "..."]
     solved: Array
 
@@ -212,7 +213,7 @@ def _judge(
 ) -> tuple[np.ndarray, np.ndarray]:
     gradient, rounding = np.asarray(report.gradient), np.asarray(report.rounding)
     bound = (gradient + rounding) / ridge
-    met = gradient <= slack * rounding
+    met = gradient <= slack * np.maximum(rounding, np.asarray(report.noise))
     if until is not None:
         met = met | (bound <= until)
     if relative is not None:
@@ -236,11 +237,11 @@ def _inspect(
         here = _with_weights(problem, w)
         rho = here.residual(State(alpha, k_alpha))
         norms = measure_norms(here, State(alpha, k_alpha), rho, op.mv(rho), diagonal)
-        return norms.gradient, norms.rounding, norms.parameters
+        return norms.gradient, norms.rounding, norms.parameters, norms.noise
 
-    gradient, rounding, parameters = jax.vmap(column, in_axes=(1, 2, 2))(weights, *state)
-    ones = jnp.ones_like(gradient)
-    return _Report(gradient, rounding, parameters, ones, ones > 0)
+    norms = jax.vmap(column, in_axes=(1, 2, 2))(weights, *state)
+    ones = jnp.ones_like(norms[0])
+    return _Report(*norms, ones, ones > 0)
 
 
 @filter_jit
@@ -261,12 +262,14 @@ def _step(
     ) -> tuple[tuple[Array, Array], _Report]:
         here, at = _with_weights(problem, w), State(alpha, k_alpha)
         rho = here.residual(at)
-        delta, k_delta, solved = _solve(op, here, at, -rho, preconditioner, tol)
+        delta, k_delta, parts, solved = _solve(op, here, at, -rho, preconditioner, tol)
         t = _line_search(here, at, rho, delta, k_delta) if damped else jnp.ones((), w.dtype)
-        new = State(alpha + t * delta, k_alpha + t * k_delta)
+        drift = t * reach(jnp.sqrt(jnp.maximum(diagonal, 0)), parts)
+        new = at.moved(t * delta, t * k_delta, drift)
         rho = here.residual(new)
         norms = measure_norms(here, new, rho, op.mv(rho), diagonal)
-        report = _Report(norms.gradient, norms.rounding, norms.parameters, t, solved)
+        own = norms.gradient, norms.rounding, norms.parameters, norms.noise
+        report = _Report(*own, t, solved)
         return (new.alpha, new.k_alpha), report
 
     return jax.vmap(column, in_axes=(1, 0, 2, 2), out_axes=((2, 2), 0))(weights, rtol, *state)
@@ -279,8 +282,11 @@ def _solve(
     b: Array,
     preconditioner: AbstractPreconditioner,
     rtol: Array,
-) -> tuple[Array, Array, Array]:
-    """`(λI + WK)Δα = b` by CG on the symmetric form, with `KΔα` from the same products."""
+) -> tuple[Array, Array, Array, Array]:
+    """`(λI + WK)Δα = b` by CG on the symmetric form, with `KΔα` from the same products.
+
+    The third array is the size of the vectors whose products add up to `KΔα`: it has rounded like them.
+    """
     factor, ridge = problem.factor(state), problem.ridge
     k_b = op.mv(b)
 
@@ -297,8 +303,10 @@ def _solve(
         max_steps=CG_STEPS,
         precondition=preconditioner.inverse(factor, ridge),
     )
-    delta, k_delta = (b - factor.mv(result.x)) / ridge, (k_b - result.extra) / ridge
-    return delta, k_delta, result.converged & ~result.indefinite
+    inner = factor.mv(result.x)
+    delta, k_delta = (b - inner) / ridge, (k_b - result.extra) / ridge
+    parts = (jnp.abs(b) + jnp.abs(inner)) / ridge
+    return delta, k_delta, parts, result.converged & ~result.indefinite
 
 
 def _line_search(problem: Problem, state: State, rho: Array, delta: Array, k_delta: Array) -> Array:

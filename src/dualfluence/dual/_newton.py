@@ -59,6 +59,7 @@ class StepReport(NamedTuple):
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
     - `jitter`: how much larger than `λ` the ridge of the step's system was.
+    - `noise`: of the certificate after the step.
     """
 
     iterations: int
@@ -76,6 +77,7 @@ class StepReport(NamedTuple):
     output_size: float
     kernel_size: float
     jitter: float
+    noise: float
 
     @classmethod
     def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
@@ -90,7 +92,8 @@ class StepReport(NamedTuple):
         )
 
     def certificate(self, ridge: float) -> Certificate:
-        return Certificate(self.gradient_norm, self.rounding, self.parameter_norm, ridge)
+        norms = self.gradient_norm, self.rounding, self.parameter_norm
+        return Certificate(*norms, ridge, noise=self.noise)
 
 
 class Point(eqx.Module):
@@ -181,6 +184,7 @@ def _newton_step(
         jnp.max(jnp.abs(problem.outputs(new.state))),
         jnp.max(root),
         solution.jitter + (ridge - problem.ridge),
+        new.norms.noise,
     )
     return new, jnp.stack([jnp.asarray(value, t.dtype) for value in packed])
 
@@ -216,7 +220,7 @@ def _is_lighter(point: Point, step: Solution, root: Float[Array, "n c"]) -> Bool
     """
     alpha = point.state.alpha
     half = reach(root, alpha + step.value) <= 0.5 * reach(root, alpha)
-    return half & (point.norms.gradient <= point.norms.rounding)
+    return half & point.norms.at_floor
 
 
 class _Trial(NamedTuple):
@@ -247,7 +251,7 @@ def _line_search(
     """
     delta, k_delta = step.value, step.k_value
     start, slope = problem.value(point.state), jnp.sum(point.rho * k_delta)
-    at_floor = point.norms.gradient <= point.norms.rounding
+    at_floor = point.norms.at_floor
 
     def look(trial: _Trial) -> _Trial:
         t = trial.t

@@ -140,8 +140,8 @@ def check_outcome(
     """Raise unless the answer is what was asked for, or the caller wants it anyway."""
     if stats.converged or on_failure == "report":
         return
-    floor = cert.rounding / cert.ridge
-    wider = "" if jnp.finfo(dtype).bits == 64 else "float64 (or KernelOptions(refine=True)), "
+    floor = max(cert.rounding, cert.noise) / cert.ridge
+    wider = "" if jnp.finfo(dtype).bits == 64 else "float64 (kernel=KernelOptions(refine=True)), "
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "

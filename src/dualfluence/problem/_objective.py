@@ -95,14 +95,21 @@ class Problem(eqx.Module):
         """`ρ = g + λα`, zero at the optimum."""
         return self.loss_grad(state) + self.ridge * state.alpha
 
-    def residual_noise(
-        self, state: State, output_noise: Float[Array, "n c"]
-    ) -> Float[Array, "n c"]:
-        """What rounding can add to `residual` where outputs are off by `output_noise`."""
+    def residual_noise(self, state: State) -> Float[Array, "n c"]:
+        """What rounding can add to `residual` at the outputs as they are."""
         f = self.outputs(state)
-        noise = self.loss.grad_noise(f, self.targets, output_noise)
+        noise = self.loss.grad_noise(f, self.targets, jnp.zeros_like(f))
         size = jnp.abs(self.loss_grad(state)) + self.ridge * jnp.abs(state.alpha)
         return self.weights[:, None] * noise + self.eps * size
+
+    def gradient_noise(
+        self, state: State, output_noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        """`wᵢ|Hᵢ|δfᵢ`, entry by entry or more: what outputs that are off by `δf` do to `g`."""
+        f = self.outputs(state)
+        still = self.loss.grad_noise(f, self.targets, jnp.zeros_like(f))
+        moved = self.loss.grad_noise(f, self.targets, output_noise) - still
+        return self.weights[:, None] * jnp.maximum(moved, 0)
 
     def factor(self, state: State) -> AbstractFactor:
         """`R` with `RRᵀ = W`."""
