@@ -56,18 +56,20 @@ def test_mixed_product_is_the_float64_product_of_the_stored_entries(monkeypatch)
     np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12 * np.abs(want).max())
 
 
-def test_refine_needs_entries():
-    model = dfl.linearize(lambda p, x: x @ p, jnp.ones((2, 1), jnp.float32))
-    x = jnp.ones((4, 2), jnp.float32)
-    with pytest.raises(ValueError, match="matrix-free"):
-        dfl.fit(
-            model,
-            x,
-            x[:, :1],
-            loss=dfl.SquaredError(),
-            ridge=1.0,
-            kernel=dfl.KernelOptions(form="matrix-free", refine=True),
-        )
+def test_a_matrix_free_kernel_is_refined_by_its_network_in_float64():
+    """It has no entries to multiply in float64, but a network that computes them."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(9, k)).astype(np.float32) for k in (4, 1))
+    model = dfl.linearize(lambda p, x: x @ p, jnp.ones((4, 1), jnp.float32))
+    kernel = dfl.KernelOptions(form="matrix-free", refine=True)
+    options = {"loss": dfl.SquaredError(), "ridge": 1e-3, "progress": False}
+    got = dfl.fit(model, x, y, kernel=kernel, **options)
+    x, y = x.astype(float), y.astype(float)
+    ones = np.ones((4, 1))
+    want = np.linalg.solve(x.T @ x / 9 + 1e-3 * np.eye(4), x.T @ y / 9 + 1e-3 * ones)
+    # The parameters themselves are handed out in float32.
+    np.testing.assert_allclose(got.params(), want, rtol=0, atol=2e-7 * np.abs(want).max())
+    np.testing.assert_allclose(got.predict(x), x @ want, rtol=0, atol=1e-9 * np.abs(want).max())
 
 
 @pytest.mark.thorough

@@ -12,9 +12,10 @@ from .._support.checks import check_ridge
 from .._support.options import check_count, check_positive, check_progress, maybe
 from .._support.points import enter_points
 from .._support.progress import ProgressFn
+from .._support.wide import double
 from ..losses import AbstractLoss
 from ..models._checks import check_network
-from ..models._options import KernelArgument, kernel_options
+from ..models._options import KernelArgument, KernelOptions, kernel_options
 from ..models._sources import AbstractSource, as_source
 from ..operators import AbstractKernelOperator
 from ..operators._layout import Device
@@ -28,7 +29,8 @@ from ._record import Clock, OnFailure, Stats, check_outcome
 from ._run import Settings, run, settings
 from ._setup import Setup, make_operator, place_source, prepare
 from ._sketch import Sketch, as_sketch, make_preconditioner
-from ._train import MAX_STEPS, Goal, default_tolerance
+from ._train import MAX_STEPS, Goal, fit_goal
+from ._wide import as_given, start_norm, starts_wide, widened_model, widening
 
 NO_CERTIFICATE = Certificate(float("inf"), 0.0, 0.0, 1.0)
 NOT_TRAINED = "not trained yet"
@@ -82,11 +84,13 @@ def fit(
     clock = Clock()
     source = place_source("fit", as_source(model, x), mesh, options.operator)
     setup = prepare("fit", source, x, y, loss, given, weights, options, progress)
-    start = _untrained(source, setup, loss, given or 1.0, how, sketch)
-    limit = default_tolerance(start.offset.dtype) if tolerance is None else tolerance
-    goal = Goal(None, limit, max_steps)
+    start = _untrained(source, setup, loss, given or 1.0, how, sketch, options)
+    if starts_wide(start, any_ridge=given is None):
+        start = widened_model(as_given(start, model, x, y))
+    goal = fit_goal(tolerance, max_steps, start.offset.dtype)
     train = _train if given else _train_at_best
-    return train(start, goal, how, clock)
+    with double(start.is_wide):
+        return train(start, goal, how, clock)
 
 
 def _untrained(
@@ -96,6 +100,7 @@ def _untrained(
     ridge: float,
     how: Settings,
     sketch: Sketch,
+    options: KernelOptions,
 ) -> Fitted:
     """The model at `α = 0`, with its preconditioner; `stats` count what that took."""
     data, op, offset, notes = setup
@@ -118,6 +123,8 @@ def _untrained(
         certificate=NO_CERTIFICATE,
         stats=Stats(0, 0, sketched.products, False, inf, 0.0, "none", NOT_TRAINED, notes),
         epsilon=source.narrow_eps,
+        widening=widening(options),
+        start_norm=start_norm(source),
     )
 
 

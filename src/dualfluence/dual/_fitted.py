@@ -13,6 +13,7 @@ from .._plan import check_fits
 from .._support.options import check_count, check_flag, check_path, check_positive, maybe
 from .._support.progress import ProgressFn
 from .._support.show import Shown, Table
+from .._support.wide import in_own_precision
 from ..models._sharded import ShardedSource
 from ..operators._layout import Device, as_mesh, on_mesh
 from ..problem._edits import AbstractEdit, apply_edits
@@ -30,7 +31,7 @@ from ._record import Clock, OnFailure
 from ._ridge_path import RidgePath, ridge_path
 from ._run import run, settings, zero
 from ._show import fitted_table
-from ._train import MAX_STEPS, Goal, default_tolerance
+from ._train import MAX_STEPS, Goal, fit_goal
 from ._update import Update
 
 
@@ -44,6 +45,7 @@ class Fitted(Shown, TrainedModel):
     def _table(self) -> Table:
         return fitted_table(self)
 
+    @in_own_precision
     def edit(
         self,
         edits: AbstractEdit | Sequence[AbstractEdit],
@@ -91,6 +93,7 @@ class Fitted(Shown, TrainedModel):
         chain = follow(self.stats, update.certificate, met=asked and update.stats.converged)
         return replace(update, stats=told(update.stats, chain))
 
+    @in_own_precision
     def retrain(
         self,
         edits: AbstractEdit | Sequence[AbstractEdit],
@@ -110,9 +113,10 @@ class Fitted(Shown, TrainedModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = extended(self, data, progress)
-        limit = default_tolerance(base.offset.dtype) if tolerance is None else tolerance
-        return run(base, data, zero(base), Goal(None, limit, MAX_STEPS), how, clock)
+        goal = fit_goal(tolerance, MAX_STEPS, base.offset.dtype)
+        return run(base, data, zero(base), goal, how, clock)
 
+    @in_own_precision
     def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":
         """The same model with the rows of `K` and of every `(n, c)` array spread over devices.
 
@@ -134,12 +138,17 @@ class Fitted(Shown, TrainedModel):
             self,
             source=ShardedSource(self.source.without_jacobian(), mesh),
             kernel_op=op,
-            state=State(layout.place(self.state.alpha), layout.place(self.state.k_alpha)),
+            state=State(
+                layout.place(self.state.alpha),
+                layout.place(self.state.k_alpha),
+                layout.scalar(float(self.state.drift), self.offset.dtype),
+            ),
             offset=layout.place(self.offset, "last"),
             kernel_diagonal=op_diagonal(op),
             preconditioner=pre,
         )
 
+    @in_own_precision
     def with_jacobian(self) -> "Fitted":
         """The same model with `J` of its training points in memory, for many requests.
 
@@ -157,6 +166,7 @@ class Fitted(Shown, TrainedModel):
         check_fits(needed, 1, "the Jacobian", call="with_jacobian", hint=hint)
         return replace(self, source=self.source.with_jacobian(self.data.x))
 
+    @in_own_precision
     def purge(self) -> "Fitted":
         """The same model without the rows of its removed points: features, targets and kernel entries.
 
@@ -176,6 +186,7 @@ class Fitted(Shown, TrainedModel):
         """
         return purged(self)
 
+    @in_own_precision
     def save(self, path: Any, *, include_kernel: bool = False) -> None:
         """Write to one `.npz` file without pickle, atomically; `dualfluence.load` reads it.
 
@@ -209,6 +220,7 @@ class Fitted(Shown, TrainedModel):
             witnesses=witnesses,
         )
 
+    @in_own_precision
     def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:
         r"""What each query would change by if each training point were left out.
 
@@ -232,6 +244,7 @@ class Fitted(Shown, TrainedModel):
         """
         return attribute(self, xq, yq, **options)
 
+    @in_own_precision
     def attribute_groups(
         self, groups: Any, xq: Any, yq: Any = None, **options: Any
     ) -> GroupAttribution:
@@ -247,6 +260,7 @@ class Fitted(Shown, TrainedModel):
         """
         return attribute_groups(self, groups, xq, yq, **options)
 
+    @in_own_precision
     def ridge_path(self, grid: Any = None) -> RidgePath:
         """Leave-one-out and generalised cross-validation over a grid of ridges.
 

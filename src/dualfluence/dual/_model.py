@@ -5,10 +5,12 @@ which puts it together, comes last.
 """
 
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import numpy as np
 from jaxtyping import Array, Float
 
+from .._support.wide import in_own_precision
 from ..losses import AbstractLoss
 from ..operators import AbstractKernelOperator
 from ..operators._layout import Layout
@@ -19,6 +21,18 @@ from ..solvers import AbstractPreconditioner, SpectralPreconditioner
 from ._fidelity import Fidelity
 from ._readout import DualModel
 from ._record import Stats
+
+Widening = Literal["computed anew", "as stored", "at once", "never"]
+"""Where float32 is not enough, `K` is computed anew in float64 or multiplied as it is stored; `refine`
+asks for the latter at once, or for neither."""
+
+SUMMED = 8.0
+"""Rounding units of `‖Jᵀα‖` that its sum over points is off by in float32, where terms point the same way; where
+they cancel, the certificate counts it already. Measured: 5 for 200,000 equal terms."""
+
+ROOM = 1.5
+"""How much more than now parameters may round after the edit, because they move. Doubled, the smallest
+`until` that is accepted doubles."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +46,8 @@ class TrainedModel(DualModel):
     - `certificate`, `stats`: how near to the optimum, and what it took.
     - `fidelity`: of a network trained by the user; how far its linearisation can be trusted.
     - `epsilon`: rounding unit of a network that computes more coarsely than its dtype says.
+    - `start_norm`: `‖θ₀‖`, which parameters in float32 round in proportion to.
+    - `widening`: what becomes of `K` where float32 is not enough: see `KernelOptions.refine`.
     """
 
     loss: AbstractLoss
@@ -44,6 +60,8 @@ class TrainedModel(DualModel):
     stats: Stats
     fidelity: Fidelity | None = None
     epsilon: float | None = None
+    start_norm: float = 0.0
+    widening: Widening = "as stored"
 
     @property
     def layout(self) -> Layout:
@@ -51,6 +69,7 @@ class TrainedModel(DualModel):
         return self.kernel_op.layout.holding(self.data.num_points)
 
     @property
+    @in_own_precision
     def outputs(self) -> Float[Array, "n c"]:
         """Outputs at the training points."""
         return self.layout.points(self.offset + self.state.k_alpha)
@@ -63,6 +82,47 @@ class TrainedModel(DualModel):
         """The objective on this training set, or on an edited one with the same rows."""
         data = data or self.data
         return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
+
+    def _widened(self, certificate: Certificate) -> Certificate:
+        """The dual variables' own certificate, made true for parameters as they are handed out."""
+        ref, reading = self.reference, self._reading(certificate.parameter_norm)
+        if ref is None:
+            return replace(certificate, reading=reading)
+        return replace(certificate, gap=ref.gap, certified=ref.certified, reading=reading)
+
+    def _reading(self, moved: float) -> float:
+        """What is lost where parameters that moved so far are handed out in float32."""
+        network = self.source.network
+        if network is None or (network.widening is None and network.dtype != np.float32):
+            return 0.0
+        # The sum Jᵀα itself is rounded in float32 only where the model is.
+        own = 0.5 if network.widening is not None else SUMMED
+        return float(np.finfo(np.float32).eps) * (0.5 * self.start_norm + own * moved)
+
+    def _remaining(self, until: float | None) -> float | None:
+        """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing."""
+        ref = self.reference
+        if until is None:
+            return until
+        if ref is not None and not ref.certified:
+            raise ValueError(
+                "edit: until asks for a certified distance, but a network that is not linear in its "
+                "parameters has no certificate. Use steps=... to iterate on its linearisation."
+            )
+        gap = 0.0 if ref is None else ref.gap
+        if not until > gap:
+            raise ValueError(
+                f"edit: until={until:.3g} cannot be reached: the trained parameters left a gap of "
+                f"{gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or fit, "
+                "which trains to the optimum and leaves no gap."
+            )
+        reading = ROOM * self._reading(self.certificate.parameter_norm)
+        if not until > gap + reading:
+            raise ValueError(
+                f"edit: until={until:.3g} cannot be reached: parameters in float32 round by up to "
+                f"{reading:.3g}. Give a larger until, or parameters in float64."
+            )
+        return (until - gap - reading) * (1 - 4 * float(np.finfo(float).eps))
 
     def without_spare_rows(self: "Trained") -> "Trained":
         """The same model with exactly one row per training point, as a fit from scratch has."""

@@ -1,7 +1,7 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
 import abc
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import OVERFLOW, check_finite
 from .._support.compile import filter_jit
 from .._support.options import check_flag
+from .._support.wide import in_own_precision
 from ..kernels._linearized import Linearized
 from ..models._sources import AbstractSource
 from ..operators._layout import Layout, whole
-from ..problem._certificate import Certificate
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 
@@ -58,11 +58,17 @@ class DualModel(abc.ABC):
         return self.data.features
 
     @property
+    def is_wide(self) -> bool:
+        """Whether dual variables and outputs are in float64, also where the caller has only float32."""
+        return self.state.alpha.dtype == np.float64
+
+    @property
     @abc.abstractmethod
     def layout(self) -> Layout:
         """Which rows of `state` are training points, and where they live."""
 
     @property
+    @in_own_precision
     def alpha(self) -> Float[Array, "n c"]:
         """Dual variables, one row per training point."""
         return self.layout.points(self.state.alpha)
@@ -104,31 +110,7 @@ class DualModel(abc.ABC):
         """`K(xq, x) v` for values by row of `state`."""
         return self.source.cross_mv(xq, self._x_rows, self._read_rows(values))
 
-    def _widened(self, certificate: Certificate) -> Certificate:
-        """The dual variables' own certificate, made true for a network trained by the user."""
-        ref = self.reference
-        if ref is None:
-            return certificate
-        return replace(certificate, gap=ref.gap, certified=ref.certified)
-
-    def _remaining(self, until: float | None) -> float | None:
-        """What `until` leaves to the dual variables beside the gap, or an error if nothing."""
-        ref = self.reference
-        if ref is None or until is None:
-            return until
-        if not ref.certified:
-            raise ValueError(
-                "edit: until asks for a certified distance, but a network that is not linear in its "
-                "parameters has no certificate. Use steps=... to iterate on its linearisation."
-            )
-        if not until > ref.gap:
-            raise ValueError(
-                f"edit: until={until:.3g} cannot be reached: the trained parameters left a gap of "
-                f"{ref.gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or fit, "
-                "which trains to the optimum and leaves no gap."
-            )
-        return (until - ref.gap) * (1 - 4 * float(np.finfo(float).eps))
-
+    @in_own_precision
     def params(self) -> PyTree:
         """`θ₀ + Jᵀα` (with a scale `θ₀ + PJᵀα`), a pytree like the one given to `linearize`."""
         base = self._network.params if self.reference is None else self.reference.params
@@ -139,6 +121,7 @@ class DualModel(abc.ABC):
         """`params()` in the form that the network of the kernel takes."""
         return self._network.enter(self.params())
 
+    @in_own_precision
     def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
 

@@ -1,19 +1,23 @@
 """One run of Newton steps on a model: what `fit`, `edit` and `retrain` have in common."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._support.checks import check_fraction
+from .._support.checks import NotFinite, check_fraction
 from .._support.options import check_on_failure, check_progress, check_solver
 from .._support.progress import ProgressFn
+from .._support.wide import double, widened
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 from ..solvers import AbstractDualSolver, Auto, resolve
 from ._model import Trained, TrainedModel
-from ._record import Clock, OnFailure, check_outcome
+from ._newton import op_mv
+from ._record import Clock, Ending, OnFailure, check_outcome
 from ._train import Goal, Machine, default_rtol, take_one_step, train
 from ._update import Update
+from ._wide import WIDENED, can_widen, falls_short, widened_model
 
 AUTO = Auto()
 
@@ -60,7 +64,47 @@ def run(
     clock: Clock,
     notes: tuple[str, ...] = (),
 ) -> Update[Trained]:
-    """Newton steps on `data` from `start`, with the kernel, ridge and preconditioner of `model`."""
+    """Newton steps on `data` from `start`, with the kernel, ridge and preconditioner of `model`.
+
+    Where rounding of float32 leaves an answer short, the run is repeated in float64 from where it came to.
+    """
+    if not can_widen(model):
+        with double(model.is_wide):
+            return _run(model, data, start, goal, how, clock, notes)[0]
+    try:
+        update, ending = _run(
+            model, data, start, goal, how._replace(on_failure="report"), clock, notes
+        )
+    except NotFinite:
+        alpha = start.alpha
+    else:
+        cert, stats = update.certificate, update.stats
+        # A run that came to the end of its steps was not stopped by rounding.
+        refused = not stats.converged and (goal.counts_steps or ending != "steps")
+        if not refused and not falls_short(cert, goal.met(cert)):
+            check_outcome(stats, how.on_failure, how.what, cert, model.offset.dtype)
+            return update
+        # A step that was asked for starts where the fit ended; a run goes on from where it is.
+        alpha = start.alpha if goal.counts_steps else update.state.alpha
+    wide = widened_model(model)
+    with double():
+        alpha = widened(wide.layout.points(alpha))
+        again = State(alpha, op_mv(wide.kernel_op, alpha))
+        data = replace(data, targets=widened(data.targets))
+        goal = goal.in_dtype(alpha.dtype)
+        return _run(wide, data, again, goal, how, clock, (*notes, WIDENED))[0]
+
+
+def _run(
+    model: Trained,
+    data: TrainingSet,
+    start: State,
+    goal: Goal,
+    how: Settings,
+    clock: Clock,
+    notes: tuple[str, ...],
+) -> tuple[Update[Trained], Ending]:
+    """A run in the precision of the model, and why it ended."""
     dtype, problem = model.offset.dtype, model.problem(data)
     rtol = default_rtol(dtype) if how.rtol is None else how.rtol
     weights = model.layout.expand(data.sample_weights, "zero")  # none for spare rows
@@ -88,7 +132,7 @@ def run(
         notes + outcome.notes(dtype),
     )
     check_outcome(stats, how.on_failure, how.what, outcome.certificate, dtype)
-    return Update(
+    update = Update(
         source=model.source,
         data=data,
         state=outcome.point.state,
@@ -97,3 +141,4 @@ def run(
         certificate=model._widened(outcome.certificate),
         stats=stats,
     )
+    return update, outcome.ending

@@ -118,10 +118,18 @@ def make_operator(
         op, error = _at_precision(op, kernel.precision)
         name = kernel.precision.name
         notes += (f"products in {name} precision, off by {error:.1e} of their norm",)
-    if kernel.refine and op.dtype != jnp.float64:
+    if kernel.refine and op.dtype != jnp.float64 and not widens(source, op):
         op = widen(op)
         notes += (f"{op.narrow.dtype} kernel, residuals and dual variables in float64",)
     return op, notes
+
+
+def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
+    """Whether a model of this source and kernel can be had in float64 later on."""
+    if source.num_devices > 1 or not source.can_widen:
+        return False
+    exact = op.has_entries and op.product_precision == jax.lax.Precision.HIGHEST
+    return exact or op.follows_points
 
 
 def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:

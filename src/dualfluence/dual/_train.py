@@ -73,11 +73,17 @@ class Goal(NamedTuple):
     - `distance`: bound on `‖θ − θ*‖` to reach, or `None`.
     - `relative`: that bound over `‖θ − θ₀‖`, or `None`.
     - `max_steps`: at most so many steps; exactly so many where no bound is given.
+    - `by_default`: whether `relative` is the tolerance of the dtype, which nobody asked for.
     """
 
     distance: float | None
     relative: float | None
     max_steps: int
+    by_default: bool = False
+
+    def in_dtype(self, dtype: Any) -> "Goal":
+        """The same goal for a run in this dtype."""
+        return self._replace(relative=default_tolerance(dtype)) if self.by_default else self
 
     def met(self, cert: Certificate) -> bool:
         by_distance = self.distance is not None and cert.distance_bound <= self.distance
@@ -86,6 +92,12 @@ class Goal(NamedTuple):
     @property
     def counts_steps(self) -> bool:
         return self.distance is None and self.relative is None
+
+
+def fit_goal(tolerance: float | None, max_steps: int, dtype: Any) -> Goal:
+    """To a relative distance, by default the one that a fit in this dtype aims for."""
+    relative = default_tolerance(dtype) if tolerance is None else tolerance
+    return Goal(None, relative, max_steps, tolerance is None)
 
 
 def default_tolerance(dtype: Any) -> float:
@@ -207,7 +219,7 @@ class _Run:
         self.stalled = 0 if helped else self.stalled + 1
         # Below its rounding a gradient says nothing, and a step still brings `α` to `-g/λ`, where it rounds
         # as the optimum does.
-        seen = max(self.certificate.gradient_norm, self.certificate.rounding)
+        seen = max(self.certificate.gradient_norm, self.certificate.noise)
         if self.norm <= seen or not report.settled or report.lighter:
             self.best, self.certificate = self.point, report.certificate(m.ridge)
 
@@ -254,7 +266,7 @@ class _Run:
         cert = self.certificate
         still = {
             "met": goal.met(cert),
-            "floor": cert.gradient_norm <= FLOOR_SLACK * cert.rounding and self._flat,
+            "floor": cert.gradient_norm <= FLOOR_SLACK * cert.noise and self._flat,
             "steps": True,
             "stalled": True,
         }

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 from .._support.checks import OVERFLOW, check_finite
 from .._support.options import check_flag
 from .._support.show import Shown, Table
+from .._support.wide import in_own_precision
 from ..operators._layout import Layout
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, targets_like
@@ -41,15 +42,18 @@ class Update(Shown, DualModel, Generic[Trained]):
         return self.before.layout
 
     @property
+    @in_own_precision
     def delta_alpha(self) -> Float[Array, "n c"]:
         """`Δα`; rows of added or replaced points come last."""
         return self.layout.points(self.state.alpha - self.before.state.alpha)
 
     @property
+    @in_own_precision
     def outputs(self) -> Float[Array, "n c"]:
         """Outputs at all training rows, removed ones included."""
         return self.layout.points(self.before.offset + self.state.k_alpha)
 
+    @in_own_precision
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
         xq = self.data.queries(xq)
@@ -59,6 +63,7 @@ class Update(Shown, DualModel, Generic[Trained]):
             return change
         return self.predict(xq, linearised=False) - self.before.predict(xq, linearised=False)
 
+    @in_own_precision
     def delta_loss(
         self,
         xq: Any,

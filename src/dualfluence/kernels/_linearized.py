@@ -18,6 +18,7 @@ from .._support.points import Form, count_points, is_tree
 from .._support.progress import ProgressFn
 from .._support.tiles import even_size
 from .._support.trees import common_dtype, is_floating, tree_norm
+from .._support.wide import widened
 from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
@@ -26,6 +27,7 @@ from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
 from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
 from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
+from ._wide import Widened, dtypes_of, widened_fn, widening_of
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
@@ -109,15 +111,30 @@ class Linearized(eqx.Module):
 
     def as_given(self) -> "Linearized":
         """The network as `linearize` made it, of `θ` and trees: undoes `in_scale` and `reading`."""
-        own = self.params
-        if not isinstance(own, Shifted) and self.form is None:
+        own, wide = self.params, self.widening
+        if not isinstance(own, Shifted) and self.form is None and wide is None:
             return self
-        fn = _without(self.apply_fn, Snapshot, Reading, InScale)
+        fn = _without(self.apply_fn, Snapshot, Reading, InScale, Widened)
         plain = replace(self, apply_fn=fn, form=None)
         if not isinstance(own, Shifted):
-            return plain
+            return plain if wide is None else replace(plain, params=wide.narrow(own))
         scale = tuple(None if root is None else root**2 for root in own.roots)
-        return replace(plain, params=own.params(), trainable=own.trainable, scale=scale)
+        return replace(plain, params=self.leave(own), trainable=own.trainable, scale=scale)
+
+    @property
+    def widening(self) -> Widened | None:
+        """What computes this network in float64, where its user gave float32."""
+        return widening_of(self.apply_fn)
+
+    def widened(self) -> "Linearized":
+        """The same network computed in float64 from the same numbers; call it in a `double` scope.
+
+        Points stay as they are, and parameters that it hands out (`leave`) have their own dtypes.
+        """
+        own = self.params
+        given = dtypes_of(own.base if isinstance(own, Shifted) else own)
+        fn = widened_fn(self.apply_fn, given)
+        return replace(self, apply_fn=fn, params=widened(own), scale=widened(self.scale))
 
     def plain(self, x: Any) -> "Linearized":
         """The network without any scale, bound: what is said of `f` itself is tested on it."""
@@ -127,11 +144,13 @@ class Linearized(eqx.Module):
 
     def enter(self, params: PyTree) -> PyTree:
         """Parameters `θ` in the form that this model takes."""
+        params = params if self.widening is None else widened(params)
         return self.params.at(params) if isinstance(self.params, Shifted) else params
 
     def leave(self, params: PyTree) -> PyTree:
-        """`θ`, from parameters in the form that this model takes."""
-        return params.params() if isinstance(params, Shifted) else params
+        """`θ` in the dtypes that the user gave, from parameters in the form that this model takes."""
+        theta, wide = params.params() if isinstance(params, Shifted) else params, self.widening
+        return theta if wide is None else wide.narrow(theta)
 
     def leave_step(self, step: PyTree) -> PyTree:
         """`Δθ` with `None` in the place of other leaves, from a step of the trainable leaves."""
@@ -143,6 +162,14 @@ class Linearized(eqx.Module):
         `split(params)[0]` has such leaves; without a scale it is the norm of all numbers.
         """
         return tree_norm(step if self.scale is None else weighted(step, self.scale))
+
+    @property
+    def size(self) -> Float[Array, ""]:
+        """`‖θ‖` of the trainable leaves, in the norm `P⁻¹` that certificates speak of."""
+        own = self.params
+        if isinstance(own, Shifted):
+            return own.size()
+        return self.norm(self.split(own)[0])
 
     def distance(self, params_a: PyTree, params_b: PyTree) -> float:
         """`‖θ_a − θ_b‖` over the trainable leaves, in the norm `P⁻¹` that certificates speak of."""

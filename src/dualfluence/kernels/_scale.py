@@ -19,6 +19,7 @@ from jaxtyping import Array, PyTree
 
 from .._support.checks import as_array
 from .._support.points import Form
+from .._support.trees import tree_norm
 from ._params import leaf_name
 
 FREE = "free"
@@ -54,6 +55,10 @@ class Shifted(eqx.Module):
         change = jax.tree.map(jnp.subtract, theta, theta_0)
         move = _map(_over, change, self.roots)
         return Shifted(eqx.combine(theta_0, frozen), self.roots, move, self.trainable)
+
+    def size(self) -> Array:
+        """`‖P^{-1/2} θ‖`."""
+        return tree_norm(_map(_over, self._split(self.params())[0], self.roots))
 
     def spread(self, move: PyTree) -> PyTree:
         """`P^{1/2}` of a move."""

@@ -72,13 +72,17 @@ class Snapshot:
 
     def __call__(self, params: Any, x: Any) -> Any:
         """`fn(params, x)`, or an error where `fn` is no longer what it was."""
+        self.require_unchanged()
+        return self.fn(params, x)
+
+    def require_unchanged(self) -> None:
+        """Raise where `fn` is no longer what it was."""
         if digest(_trace_exactly(self.fn, self.args)[0]) != self.checksum:
             raise ChangedError(
                 "apply_fn: an array or number that it closes over has changed since this model was"
                 " made, so that old and new results would mix. Call linearize and fit (or kernel)"
                 " again, or make what changes a parameter."
             )
-        return self.fn(params, x)
 
     def fits(self, x: Any) -> bool:
         """Whether `x` has points of the shape and dtype that the snapshot was taken for."""

@@ -21,8 +21,10 @@ class KernelOptions:
     - `operator`: `K` on these points, if you have it: `store.build(...).operator()` for one on disk,
       `kernel_operator(...)`, `fitted.kernel_op`, or one of your own. The model then serves base
       outputs and queries.
-    - `refine`: with a float32 kernel, keep dual variables and residuals in float64 and refine the
-      float32 solves, here and in edits: float64 accuracy (for `K` as it is stored) at float32's price.
+    - `refine`: what a float32 model does where rounding limits it. By default it computes in float64
+      where that is needed: on a CPU wherever float32 would fall short of its tolerance, on an
+      accelerator where the answer would be refused. `True` keeps `K` in float32, dual variables and
+      residuals in float64, and refines the float32 solves, from the start. `False` stays in float32.
     - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
       on accelerators, and the error that makes is in `stats.notes`.
     - `num_outputs`: `c`, where neither model nor targets tell: a kernel with class labels.
@@ -30,14 +32,14 @@ class KernelOptions:
 
     form: str = "auto"
     operator: AbstractKernelOperator | None = None
-    refine: bool = False
+    refine: bool | None = None
     precision: jax.lax.Precision | None = None
     num_outputs: int | None = None
 
     def __post_init__(self) -> None:
         check_choice("KernelOptions: form", self.form, FORMS)
         maybe(check_operator, "KernelOptions: operator", self.operator)
-        refine = check_flag("KernelOptions: refine", self.refine)
+        refine = maybe(check_flag, "KernelOptions: refine", self.refine)
         kinds, example = jax.lax.Precision, "one of jax.lax.Precision, e.g. jax.lax.Precision.HIGH"
         maybe(
             check_instance,

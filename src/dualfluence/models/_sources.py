@@ -17,6 +17,7 @@ from .._support.compile import jit
 from .._support.points import Form, count_points, form_of
 from .._support.progress import ProgressFn
 from .._support.trees import common_dtype
+from .._support.wide import widened
 from ..kernels._linearized import Linearized, as_network
 from ..operators import (
     AbstractKernelOperator,
@@ -117,6 +118,15 @@ class AbstractSource(eqx.Module):
     def at_params(self, params: PyTree) -> "AbstractSource":
         """The same network with `J` taken at `params`."""
         self._lacks("at_params", "It has no parameters; the model must come from linearize.")
+
+    @property
+    def can_widen(self) -> bool:
+        """Whether `widened` gives the same model in float64."""
+        return False
+
+    def widened(self, x: Array) -> "AbstractSource":
+        """The same model of the points `x`, computed in float64; call it in a `double` scope."""
+        self._lacks("widened", "Give it numbers in float64 from the start.")
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "AbstractSource":
         """The source without what it holds of the points of `x` that are not `kept`.
@@ -219,6 +229,13 @@ class NetworkSource(AbstractSource):
     def at_params(self, params: PyTree) -> "NetworkSource":
         return NetworkSource(replace(self.model, params=params))
 
+    @property
+    def can_widen(self) -> bool:
+        return self.model.dtype == jnp.float32
+
+    def widened(self, x: Array) -> "NetworkSource":
+        return NetworkSource(self.model.widened().bound(x))
+
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
         return self
 
@@ -289,12 +306,31 @@ class KernelSource(AbstractSource):
             return jnp.dot(block, v, precision="highest")
         return jnp.einsum("qanb,nb->qa", block, v, precision="highest")
 
+    @property
+    def can_widen(self) -> bool:
+        return True
+
+    def widened(self, x: Array) -> "KernelSource":
+        holder: Any = getattr(self.kernel, "__self__", None)
+        if isinstance(holder, PrecomputedKernel):
+            return replace(self, kernel=PrecomputedKernel(widened(holder.matrix)).kernel)
+        return replace(self, kernel=WideKernel(self.kernel))
+
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> AbstractSource:
         # A bound method holds its object: a kernel with points in it says how it loses them.
         holder: Any = getattr(self.kernel, "__self__", None)
         if not hasattr(holder, "purged"):
             return self
         return replace(self, kernel=holder.purged(x, kept, stand_ins).kernel)
+
+
+class WideKernel(eqx.Module):
+    """A kernel function on points cast to float64."""
+
+    fn: Any
+
+    def __call__(self, x1: Any, x2: Any, **options: Any) -> Array:
+        return self.fn(widened(x1), widened(x2), **options)
 
 
 class GivenKernel(eqx.Module):

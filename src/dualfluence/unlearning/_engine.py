@@ -207,8 +207,8 @@ def _settled(
     how: str,
 ) -> Work:
     """The work with a state whose certificate is the dual variables' own, widened by the gap."""
-    fitted, old = work.fitted, work.fitted.certificate
-    certificate = replace(certificate, gap=old.gap, certified=old.certified)
+    fitted = work.fitted
+    certificate = fitted._widened(certificate)
     stats = fitted.stats._replace(edits=fitted.stats.edits + 1)
     model = replace(fitted, data=data, state=state, certificate=certificate, stats=stats)
     return work._replace(fitted=model, how=how)

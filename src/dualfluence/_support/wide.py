@@ -1,0 +1,74 @@
+"""Float64 inside the library for users who stay in JAX's default float32.
+
+A model whose answers float32 cannot vouch for keeps its dual variables and outputs in float64. Its methods
+run in a local scope that switches 64-bit types on, and hand out float32 where the caller has them off.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+P = ParamSpec("P")
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def has_float64() -> bool:
+    """Whether 64-bit types are on here, by the caller's own choice or in a `double` scope."""
+    return jnp.dtype(jax.dtypes.canonicalize_dtype(float)) == jnp.float64
+
+
+def double(wanted: bool = True) -> AbstractContextManager[Any]:
+    """A scope with 64-bit types, in this thread only; nothing where they are on or not wanted."""
+    if not wanted or has_float64():
+        return nullcontext()
+    own: Any = getattr(jax, "enable_x64", None)
+    if own is None:  # the name that it has in JAX 0.6 and 0.7
+        from jax.experimental import enable_x64 as own
+    return own(True)
+
+
+def widened(tree: PyTree) -> PyTree:
+    """Floating-point arrays as float64; everything else as it is."""
+    return jax.tree.map(_wider, tree)
+
+
+def narrowed(tree: PyTree) -> PyTree:
+    """Arrays in float64 as float32; everything else as it is."""
+    return jax.tree.map(_narrower, tree)
+
+
+def in_own_precision(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """A method of an object with `is_wide`: computed in float64, handed out in float32.
+
+    Called from inside a scope with 64-bit types it does neither: these callers want all digits.
+    """
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if has_float64() or not getattr(self, "is_wide", False):
+            return method(self, *args, **kwargs)
+        with double():
+            return narrowed(method(self, *args, **kwargs))
+
+    return call
+
+
+def _wider(leaf: Any) -> Any:
+    return leaf.astype(jnp.float64) if _is_float_array(leaf) else leaf
+
+
+def _narrower(leaf: Any) -> Any:
+    wide = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64
+    return leaf.astype(jnp.float32) if wide else leaf
+
+
+def _is_float_array(leaf: Any) -> bool:
+    return hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)
