@@ -4,6 +4,7 @@ A model whose answers float32 cannot vouch for keeps its dual variables and outp
 run in a local scope that switches 64-bit types on, and hand out float32 where the caller has them off.
 """
 
+import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
@@ -29,7 +30,7 @@ def double(wanted: bool = True) -> AbstractContextManager[Any]:
         return nullcontext()
     own: Any = getattr(jax, "enable_x64", None)
     if own is None:  # the name that it has in JAX 0.6 and 0.7
-        from jax.experimental import enable_x64 as own
+        own = importlib.import_module("jax.experimental").enable_x64
     return own(True)
 
 

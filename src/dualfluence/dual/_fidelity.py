@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -156,6 +157,16 @@ def _linear_at_random(model: Linearized, x: Array) -> bool:
     return True
 
 
+def still_linear(model: Linearized, params: PyTree, x: Array, linear: Array) -> bool:
+    """Whether the network at `params`, in the form that `model` takes, has its linearisation's outputs."""
+    plain = model.plain(x)
+    f = outputs_at(model, params, x, linearised=False)
+    reach = jnp.sqrt(plain.kernel_diagonal(x)) * _size(plain, model.leave(params))
+    # Parameters that are handed out in float32 have its rounding, whatever computed them.
+    dtype = f.dtype if model.widening is None else jnp.float32
+    return _same(f, linear, reach, dtype)
+
+
 def random_like(tree: PyTree, seed: int) -> PyTree:
     """Standard normal leaves."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -164,8 +175,8 @@ def random_like(tree: PyTree, seed: int) -> PyTree:
     return jax.tree.unflatten(treedef, drawn)
 
 
-def _same(f: Array, linear: Array, reach: Array) -> bool:
+def _same(f: Array, linear: Array, reach: Array, dtype: Any = None) -> bool:
     """Equal to rounding, where a sum of products of size `reach` may have cancelled."""
-    eps = float(jnp.finfo(f.dtype).eps)
+    eps = float(jnp.finfo(dtype or f.dtype).eps)
     allowed = LINEAR_SLACK * eps * (jnp.abs(f) + jnp.abs(linear) + reach)
     return bool((jnp.isfinite(allowed) & (jnp.abs(f - linear) <= allowed)).all())

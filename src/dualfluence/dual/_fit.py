@@ -27,7 +27,7 @@ from ._fitted import Fitted
 from ._newton import op_diagonal
 from ._record import Clock, OnFailure, Stats, check_outcome
 from ._run import Settings, run, settings
-from ._setup import Setup, make_operator, place_source, prepare
+from ._setup import Setup, make_operator, place_source, prepare, rounding_unit
 from ._sketch import Sketch, as_sketch, make_preconditioner
 from ._train import MAX_STEPS, Goal, fit_goal
 from ._wide import as_given, start_norm, starts_wide, widened_model, widening
@@ -122,7 +122,7 @@ def _untrained(
         preconditioner=preconditioner,
         certificate=NO_CERTIFICATE,
         stats=Stats(0, 0, sketched.products, False, inf, 0.0, "none", NOT_TRAINED, notes),
-        epsilon=source.narrow_eps,
+        epsilon=rounding_unit(source, op),
         widening=widening(options),
         start_norm=start_norm(source),
     )

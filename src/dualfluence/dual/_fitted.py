@@ -68,8 +68,9 @@ class Fitted(Shown, TrainedModel):
 
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
-        - `until`: instead, go on until `certificate.distance_bound` is at most this; refused for a
-          model from `from_trained` that has no certificate, or a gap as large.
+        - `until`: instead, go on until `certificate.distance_bound` is at most this, for one step at least
+          where the edit changes the objective; refused for a model from `from_trained` that has no
+          certificate, or a gap as large.
         - `drift`: take further steps where `certificate.relative_bound` exceeds this. Many edits of
           one step in a row can otherwise move away from retraining, which `stats.notes` say.
         - `solver`, `rtol`: `Auto`, `Cholesky` or `CG`; relative residual of its solves.
@@ -84,11 +85,13 @@ class Fitted(Shown, TrainedModel):
         data = apply_edits(edits, self.data, self.loss, self.num_outputs)
         clock = Clock()
         base = extended(self if mesh is None else self.on(mesh), data, progress)
-        goal = Goal(until, None, steps if until is None else MAX_STEPS)
+        least = int(not data.same_objective(self.data))
+        goal = Goal(until, None, steps if until is None else MAX_STEPS, min_steps=least)
         update = run(base, data, base.state, goal, how, clock)
         if drift is not None and exceeds(update.certificate, drift):
             limit = self._remaining(distance_limit(update.certificate, drift))
-            update = run(base, data, base.state, Goal(limit, None, MAX_STEPS), how, clock)
+            goal = Goal(limit, None, MAX_STEPS, min_steps=least)
+            update = run(base, data, base.state, goal, how, clock)
         asked = until is not None or drift is not None
         chain = follow(self.stats, update.certificate, met=asked and update.stats.converged)
         return replace(update, stats=told(update.stats, chain))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,12 @@ from .._support.compile import filter_jit
 from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
 from .._support.trees import tree_norm
+from .._support.wide import double
+from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_params
-from ..models._options import KernelArgument, kernel_options
+from ..models._options import KernelArgument, KernelOptions, kernel_options
 from ..models._sources import NetworkSource, bound_network
 from ..operators._layout import Device
 from ..problem._objective import Problem, State, make_problem
@@ -28,8 +30,13 @@ from ._fitted import Fitted
 from ._newton import inspect_jit, op_diagonal, op_mv
 from ._readout import Reference
 from ._record import Clock, Stats
-from ._setup import place_source, prepare
+from ._setup import place_source, prepare, rounding_unit
 from ._sketch import Sketch, as_sketch, make_preconditioner
+from ._wide import WIDENED, start_norm, starts_wide, widening
+
+FOUND_LINEAR = (
+    "found linear at the parameters tried: every answer is compared with the network itself"
+)
 
 GAP_ROUNDING = 4.0
 """Safety factor on the rounding of the gap, in units of eps; doubled, bounds of converged models
@@ -61,7 +68,8 @@ def from_trained(
     exactly stationary for the same objective with its ridge around $\theta_0+\gamma$. Edits move
     $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error and that centre.
 
-    **Linear models** (`linearised=True`, or found linear to rounding). With $f=f_0+J(\theta-\theta_0)$ the
+    **Linear models** (`linearised=True`, proven linear by the operations of `apply_fn`, or found linear to
+    rounding, which every answer checks anew). With $f=f_0+J(\theta-\theta_0)$ the
     gradient of the true objective at any such $\theta$ is
     $$\nabla L_w = J^\top g+\lambda(\theta-\theta_0) = J^\top\rho+\lambda\gamma,$$
     so that $\|\theta-\theta^\star\|\le\|J^\top\rho\|/\lambda+\|\gamma\|$, here and after every edit. That is
@@ -87,19 +95,48 @@ def from_trained(
     """
     model = as_network(model)
     _check_trained(model, trained_params, tangent)
-    trained_params = check_params("from_trained: trained_params", model, trained_params)
     linearised = check_flag("from_trained: linearised", linearised)
     sketch = as_sketch("from_trained", sketch)
     ridge, options = check_ridge(ridge), kernel_options("from_trained", kernel)
-    clock = Clock()
-    model = bound_network(model, x)
-    trained_params = model.enter(trained_params)
     # A linearisation has the Jacobian at θ₀ everywhere.
     tangent = "initial" if linearised else tangent
+    how = _How(ridge, weights, tangent, linearised, options, mesh, sketch, progress)
+    fitted = _taken_over(model, trained_params, x, y, loss, how)
+    if not starts_wide(fitted):
+        return fitted
+    # In float64 from the start: from the caller's own numbers, and with `J`, `K` and the gap in it.
+    with double():
+        return _taken_over(model.widened(), trained_params, x, y, loss, how)
+
+
+class _How(NamedTuple):
+    """How a network is taken over: the options of `from_trained`, checked."""
+
+    ridge: float
+    weights: Any
+    tangent: str
+    linearised: bool
+    options: KernelOptions
+    mesh: Mesh | Sequence[Device] | None
+    sketch: Sketch
+    progress: bool | ProgressFn
+
+
+def _taken_over(
+    model: Linearized, trained_params: PyTree, x: Any, y: Any, loss: AbstractLoss, how: _How
+) -> Fitted:
+    """The network as a fit, in the precision of `model`."""
+    ridge, tangent, linearised = how.ridge, how.tangent, how.linearised
+    clock = Clock()
+    trained_params = check_params("from_trained: trained_params", model, trained_params)
+    model = bound_network(model, x)
+    trained_params = model.enter(trained_params)
     at_theta = replace(model, params=trained_params)
     network = NetworkSource(at_theta if tangent == "trained" else model)
-    source = place_source("from_trained", network, mesh, options.operator)
-    setup = prepare("from_trained", source, x, y, loss, ridge, weights, options, progress)
+    source = place_source("from_trained", network, how.mesh, how.options.operator)
+    setup = prepare(
+        "from_trained", source, x, y, loss, ridge, how.weights, how.options, how.progress
+    )
     data, op, _, notes = setup
     trained = see(model, trained_params, data.x, linearised)
     check_finite("from_trained outputs", trained.outputs)
@@ -113,12 +150,14 @@ def from_trained(
     gap = jax.tree.map(jnp.subtract, trained.change, source.pull_back(data.x, alpha))
     fidelity = measure(trained, model if linearised else at_theta, g, gap, ridge)
     diagonal = op_diagonal(op)
-    problem = make_problem(data, loss, ridge, offset, op.layout, source.narrow_eps)
+    unit = rounding_unit(source, op)
+    problem = make_problem(data, loss, ridge, offset, op.layout, unit)
     point = inspect_jit(op, problem, state, diagonal)
     certificate = point.norms.certificate(ridge)
     left = tree_norm(gap) + _gap_rounding(problem, state, diagonal, trained.size)
     _check_ridge_in_reach(ridge, offset.dtype, certificate.distance_bound + float(left))
-    certified = linearised or trained.is_linear
+    proven = linearised or is_affine(model, data.x)
+    certified = proven or trained.is_linear
     stationary = _is_stationary(fidelity, ridge, trained)
     warn_if_far(fidelity, stationary=stationary, certified=certified)
     reference = Reference(
@@ -128,9 +167,10 @@ def from_trained(
         tangent,
         float(left),
         certified,
+        proven=proven,
     )
     picked = resolve(Auto(), op)
-    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, sketch)
+    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, how.sketch)
     stats = Stats(
         steps=0,
         iterations=0,
@@ -140,9 +180,9 @@ def from_trained(
         seconds=clock.stop(point),
         solver="none",
         reason="trained by the user",
-        notes=(*notes, *sketched.notes),
+        notes=(*notes, *_precision_notes(model, certified, proven), *sketched.notes),
     )
-    return Fitted(
+    fitted = Fitted(
         source=source,
         data=data,
         state=state,
@@ -153,11 +193,19 @@ def from_trained(
         offset=offset,
         kernel_diagonal=diagonal,
         preconditioner=preconditioner,
-        certificate=replace(certificate, gap=reference.gap, certified=certified),
+        certificate=certificate,
         stats=stats,
         fidelity=fidelity,
-        epsilon=source.narrow_eps,
+        epsilon=unit,
+        start_norm=start_norm(source),
+        widening=widening(how.options),
     )
+    return replace(fitted, certificate=fitted._widened(certificate))
+
+
+def _precision_notes(model: Linearized, certified: bool, proven: bool) -> tuple[str, ...]:
+    notes = () if model.widening is None else (WIDENED,)
+    return (*notes, FOUND_LINEAR) if certified and not proven else notes
 
 
 def _check_trained(model: Any, trained_params: PyTree, tangent: Any) -> None:

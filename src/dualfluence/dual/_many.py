@@ -177,7 +177,8 @@ def _iterate(
     with Ticker(MAX_STEPS, "edits in a batch", progress) as ticker:
         while True:
             bound, done_now = _judge(report, ridge, until, relative)
-            done = done | done_now
+            # However near the fit is to what a column asks for, it is not the answer for other weights.
+            done = done | (done_now & (steps > 0))
             if done.all() or steps == MAX_STEPS:
                 break
             # Steps repeat, so that none needs more than half the digits; a column that is done, whose
@@ -241,7 +242,8 @@ def _inspect(
 
     norms = jax.vmap(column, in_axes=(1, 2, 2))(weights, *state)
     ones = jnp.ones_like(norms[0])
-    return _Report(*norms, ones, ones > 0)
+    gradient, rounding, parameters, noise = norms
+    return _Report(gradient, rounding, parameters, noise, ones, ones > 0)
 
 
 @filter_jit

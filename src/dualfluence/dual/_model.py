@@ -27,8 +27,9 @@ Widening = Literal["computed anew", "as stored", "at once", "never"]
 asks for the latter at once, or for neither."""
 
 SUMMED = 8.0
-"""Rounding units of `‖Jᵀα‖` that its sum over points is off by in float32, where terms point the same way; where
-they cancel, the certificate counts it already. Measured: 5 for 200,000 equal terms."""
+"""Rounding units of `‖Jᵀα‖` that its sum over points is off by in float32, where terms point the same way;
+others are in the certificate already. Measured: 5 for 200,000 equal terms. Doubled, the smallest `until` of a
+float32 model doubles."""
 
 ROOM = 1.5
 """How much more than now parameters may round after the edit, because they move. Doubled, the smallest

@@ -28,6 +28,7 @@ class Reference(eqx.Module):
     - `gap`: `‖θ − θ₀ − Jᵀα‖`. It is the same at `θ_ref` and after every edit, which moves `θ` by `JᵀΔα`.
     - `certified`: whether the model is linear in its parameters, so that certificates hold.
     - `claimed`: whether `gap` and `certified` are a file's word, as the points they came from were purged.
+    - `proven`: whether that is known for all parameters, and not only found at those tried.
     """
 
     params: PyTree
@@ -37,6 +38,7 @@ class Reference(eqx.Module):
     gap: float = eqx.field(static=True, default=0.0)
     certified: bool = eqx.field(static=True, default=False)
     claimed: bool = eqx.field(static=True, default=False)
+    proven: bool = eqx.field(static=True, default=False)
 
 
 @dataclass(frozen=True, eq=False)

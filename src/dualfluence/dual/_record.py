@@ -75,6 +75,10 @@ class Stats(NamedTuple):
     __repr__, _repr_html_ = Shown.__repr__, Shown._repr_html_  # pyright: ignore
 
 
+NOT_DONE = Stats(0, 0, 0, False, float("inf"), 0.0, "none", "not done yet")
+"""Of an answer whose run is still to be judged."""
+
+
 class Outcome(NamedTuple):
     """One run, whoever asked for it.
 

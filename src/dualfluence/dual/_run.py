@@ -12,14 +12,20 @@ from .._support.wide import double, widened
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 from ..solvers import AbstractDualSolver, Auto, resolve
+from ._fidelity import still_linear
 from ._model import Trained, TrainedModel
 from ._newton import op_mv
-from ._record import Clock, Ending, OnFailure, check_outcome
+from ._record import NOT_DONE, Clock, Ending, NotConverged, OnFailure, check_outcome
 from ._train import Goal, Machine, default_rtol, take_one_step, train
 from ._update import Update
 from ._wide import WIDENED, can_widen, falls_short, widened_model
 
 AUTO = Auto()
+
+BENT = (
+    "no certificate: at this answer the network is not the linear one that it was found to be. Its "
+    "linearisation is what was edited"
+)
 
 
 class Settings(NamedTuple):
@@ -121,17 +127,6 @@ def _run(
         outcome = take_one_step(machine, problem, start, rtol)
     else:
         outcome = train(machine, problem, start, goal, rtol=rtol, progress=how.progress)
-    # A distance that was asked for must be reached; without one, the limit of the dtype will do.
-    reached = outcome.ending == "met" or (goal.distance is None and outcome.near_floor)
-    at_end = outcome.solved or outcome.near_floor
-    stats = outcome.stats(
-        at_end if goal.counts_steps else reached,
-        clock.stop(outcome.point),
-        type(picked.solver).describe(picked.solver, model.kernel_op),  # bound, it takes 0.1 ms
-        picked.reason,
-        notes + outcome.notes(dtype),
-    )
-    check_outcome(stats, how.on_failure, how.what, outcome.certificate, dtype)
     update = Update(
         source=model.source,
         data=data,
@@ -139,6 +134,33 @@ def _run(
         reference=model.reference,
         before=model,
         certificate=model._widened(outcome.certificate),
-        stats=stats,
+        stats=NOT_DONE,
     )
-    return update, outcome.ending
+    # A distance that was asked for must be reached; without one, the limit of the dtype will do.
+    reached = outcome.ending == "met" or (goal.distance is None and outcome.near_floor)
+    at_end = outcome.solved or outcome.near_floor
+    if _bends(update):
+        update = replace(update, certificate=replace(update.certificate, certified=False))
+        reached, notes = False, (*notes, BENT)
+        if how.on_failure == "raise" and not goal.counts_steps:
+            raise NotConverged(
+                f"{how.what}: {BENT}. Use steps=... to have that, or retrain the network."
+            )
+    stats = outcome.stats(
+        at_end if goal.counts_steps else reached,
+        clock.stop(outcome.point),
+        type(picked.solver).describe(picked.solver, model.kernel_op),  # bound, it takes 0.1 ms
+        picked.reason,
+        notes + outcome.notes(dtype),
+    )
+    check_outcome(stats, how.on_failure, how.what, update.certificate, dtype)
+    return replace(update, stats=stats), outcome.ending
+
+
+def _bends(update: Update[Any]) -> bool:
+    """Whether a network that was linear wherever it was tried is not linear at this answer."""
+    ref = update.reference
+    if ref is None or ref.proven or not ref.certified:
+        return False
+    params = update._network.enter(update.params())
+    return not still_linear(update._network, params, update.data.x, update.outputs)

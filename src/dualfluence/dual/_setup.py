@@ -202,6 +202,24 @@ def _at_precision(
     return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
 
 
+def rounding_unit(source: AbstractSource, op: AbstractKernelOperator) -> float | None:
+    """The unit that products and outputs round by where that is coarser than their dtype says.
+
+    That of a network with narrow arithmetic, or of products at a lower precision, measured on one:
+    `|δ(Kv)_i|` over the `√K_ii ‖√K v‖` that it is in proportion to.
+    """
+    own, precision = source.narrow_eps, op.narrow.product_precision
+    if precision in (None, jax.lax.Precision.HIGHEST):
+        return own
+    narrow = op.narrow
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (narrow.num_points, narrow.num_outputs))
+    v = narrow.layout.place(signs.astype(narrow.dtype))
+    exact = op_mv(narrow.with_precision(jax.lax.Precision.HIGHEST), v)
+    root = jnp.sqrt(jnp.maximum(op_diagonal(narrow), jnp.finfo(narrow.dtype).tiny))
+    off = jnp.abs(op_mv(narrow, v) - exact) / (root * jnp.linalg.norm(root * v))
+    return max(own or 0.0, float(jnp.max(off)))
+
+
 def place_source(
     what: str,
     source: AbstractSource,

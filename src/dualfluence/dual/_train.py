@@ -74,12 +74,15 @@ class Goal(NamedTuple):
     - `relative`: that bound over `‖θ − θ₀‖`, or `None`.
     - `max_steps`: at most so many steps; exactly so many where no bound is given.
     - `by_default`: whether `relative` is the tolerance of the dtype, which nobody asked for.
+    - `min_steps`: at least so many steps. However near the model before an edit already is, it is not the
+      model after it.
     """
 
     distance: float | None
     relative: float | None
     max_steps: int
     by_default: bool = False
+    min_steps: int = 0
 
     def in_dtype(self, dtype: Any) -> "Goal":
         """The same goal for a run in this dtype."""
@@ -237,7 +240,7 @@ class _Run:
 
     def ending(self, goal: Goal) -> Ending | None:
         """Whether the running sums say that this is the end, and which."""
-        if goal.met(self.certificate):
+        if goal.met(self.certificate) and self.steps >= goal.min_steps:
             return "met"
         if self.steps >= goal.max_steps:
             return "steps"

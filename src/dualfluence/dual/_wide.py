@@ -16,7 +16,7 @@ from ..operators import AbstractKernelOperator, widen
 from ..problem._certificate import Certificate
 from ..problem._objective import State
 from ..solvers import SpectralPreconditioner
-from ._model import Trained, Widening
+from ._model import Trained, TrainedModel, Widening
 from ._newton import op_diagonal, op_mv
 from ._readout import Reference, outputs_at
 from ._setup import widens
@@ -33,7 +33,7 @@ of it is about what float32 can tell from the truth."""
 WIDENED = "float32 data, dual variables and outputs in float64"
 
 
-def can_widen(model: Trained) -> bool:
+def can_widen(model: TrainedModel) -> bool:
     """Whether rounding of float32 is what limits this model, and float64 is to be had."""
     return (
         model.offset.dtype == jnp.float32
@@ -54,7 +54,7 @@ def start_norm(source: AbstractSource) -> float:
     return 0.0 if source.network is None else float(source.network.size)
 
 
-def starts_wide(model: Trained, any_ridge: bool = False) -> bool:
+def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
     """Whether float32 is not worth a try: on a CPU, where float64 costs twice as much at most.
 
     `any_ridge` is a fit that tries many, small ones among them.
@@ -140,7 +140,7 @@ def _widened(model: Trained) -> Trained:
         )
 
 
-def _operator(model: Trained, source: AbstractSource) -> AbstractKernelOperator:
+def _operator(model: TrainedModel, source: AbstractSource) -> AbstractKernelOperator:
     """`K` in float64, or the one in float32 with wide products."""
     own, x, c = model.kernel_op, model.data.x, model.num_outputs
     if own.follows_points:
@@ -149,7 +149,7 @@ def _operator(model: Trained, source: AbstractSource) -> AbstractKernelOperator:
     return widen(own) if keep else source.operator(x, c, form="dense", progress=False)
 
 
-def _reference(model: Trained, source: AbstractSource) -> Reference | None:
+def _reference(model: TrainedModel, source: AbstractSource) -> Reference | None:
     """The trained parameters as the widened network takes them."""
     ref, network = model.reference, model.source.network
     if ref is None or network is None or source.network is None:

@@ -52,6 +52,18 @@ class TrainingSet(Shown):
         """Queries like these features, checked, and packed where the features are a tree."""
         return check_queries(xq, self.x, name, form=self.form)
 
+    def same_objective(self, other: "TrainingSet") -> bool:
+        """Whether both weigh the same targets in the same way; rows of weight zero do not count."""
+        n, here, there = other.num_points, self.sample_weights, other.sample_weights
+        if self.num_points != n and here[n:].any():
+            return False
+        if not np.array_equal(here[:n], there):
+            return False
+        if self.targets is other.targets:
+            return True
+        kept = there > 0
+        return np.array_equal(np.asarray(self.targets)[:n][kept], np.asarray(other.targets)[kept])
+
     @property
     def num_points(self) -> int:
         return self.x.shape[0]
