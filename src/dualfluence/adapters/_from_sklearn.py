@@ -15,13 +15,13 @@ from ..dual._fitted import Fitted
 from ..dual._from_trained import from_trained
 from ..dual._update import Update
 from ..kernels._linearized import linearize
-from ..kernels._scale import FREE_SCALES
+from ..kernels._scale import FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ._adapted import need
 
 TAKEN = ("LogisticRegression", "Ridge", "RidgeClassifier")
 
-PULLS = {"float64": 1e-8, "float32": 1e-5}
+PULL = 1e-8
 """Share of a free intercept that the ridge may take away. Ten times less makes its scale, and with it the
 rounding in certificates, ten times larger."""
 
@@ -57,7 +57,7 @@ def from_sklearn(
     $$\sum_i w_i\ell(f_i,y_i)+\tfrac{\lambda}{2}\|W\|^2,\qquad w_i = s_i/\sum_j s_j,\qquad
       \lambda = \frac{1}{C\sum_j s_j}\ \text{or}\ \frac{\alpha}{\sum_j s_j}.$$
 
-    The ridge takes at most a hundred-millionth of a free intercept (in float32 a hundred-thousandth).
+    The ridge takes at most a hundred-millionth of a free intercept.
     What scikit-learn's solver left undone is counted in `certificate.distance_bound`, much of it where
     `tol` is 1e-4 as it comes: give a smaller `tol` there, or `polish=True` here. Edits keep `λ`, and
     a pipeline's other steps (its scaler) as they are.
@@ -88,15 +88,18 @@ def from_sklearn(
     weights = training_weights("from_sklearn", sample_weight, len(X))
     stated = _STATED[type(model).__name__](model, y, weights)
     ridge = stated.penalty / float(stated.weights.sum())
-    dtype, scale = jnp.result_type(float), {}
-    trained: dict[str, Any] = {"w": jnp.asarray(w, dtype)}
+    # On the host, where all digits stay whatever JAX is set to.
+    scale: dict[str, Any] = {}
+    trained: dict[str, Any] = {"w": np.asarray(w, np.float64)}
     if model.fit_intercept:
-        trained["b"] = jnp.asarray(np.atleast_1d(model.intercept_), dtype)
-        scale["b"] = stated.intercept or _free_scale(stated, _linear(trained, X), ridge)
-    zeros = {name: jnp.zeros_like(value) for name, value in trained.items()}
+        trained["b"] = np.asarray(np.atleast_1d(model.intercept_), np.float64)
+        outputs = jnp.asarray(_linear(trained, np.asarray(X)), jnp.result_type(float))
+        scale["b"] = stated.intercept or _free_scale(stated, outputs, ridge)
+    dtype = jnp.result_type(float)
+    zeros = {name: jnp.zeros(value.shape, dtype) for name, value in trained.items()}
     network = linearize(_linear, zeros, scale={"w": None} | scale)
     about: dict[str, Any] = {"loss": stated.loss, "ridge": ridge, "weights": stated.weights}
-    x = jnp.asarray(X, dtype)
+    x = np.asarray(X, np.float64)
     if check_flag("from_sklearn: polish", polish):
         return fit(network, x, stated.targets, **about, **options)
     return from_trained(network, trained, x, stated.targets, linearised=True, **about, **options)
@@ -112,8 +115,7 @@ def _free_scale(stated: _Stated, outputs: Any, ridge: float) -> float:
     weights = jnp.asarray(stated.weights / stated.weights.sum(), dtype)
     curvature = stated.loss.hess_factor(outputs, targets, weights).hess_diagonal()
     least = float(jnp.min(jnp.sum(curvature, axis=0)))
-    most = FREE_SCALES[dtype.name]
-    return most if least <= 0 else min(max(ridge / (least * PULLS[dtype.name]), 1.0), most)
+    return FREE_SCALE if least <= 0 else min(max(ridge / (least * PULL), 1.0), FREE_SCALE)
 
 
 def to_sklearn(model: Fitted | Update[Any], estimator: Any) -> Any:

@@ -4,8 +4,7 @@
 import math
 import tempfile
 import warnings
-from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,23 +18,18 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from .._support.wide import double
 from ..dual._attribution import Attribution
 from ..dual._fit import fit
 from ..dual._fitted import Fitted
 from ..dual._io import load
 from ..dual._record import FLOOR_LIMIT
 from ..dual._train import default_tolerance
-from ..kernels._scale import FREE, FREE_SCALES
+from ..kernels._scale import FREE, FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..models._options import KernelOptions
 from ..models._sources import as_source
 from ..problem._edits import Remove
-
-
-def in_float64() -> AbstractContextManager[Any]:
-    """A scope in which JAX computes in float64. JAX moved its name between the versions supported."""
-    home: Any = jax if hasattr(jax, "enable_x64") else import_module("jax.experimental")
-    return home.enable_x64(True)
 
 
 class _Linear(eqx.Module):
@@ -66,7 +60,7 @@ class _DualEstimator(BaseEstimator):
         Linear features are computed in float64, as scikit-learn does, whatever JAX is set to; a `model`
         of your own in the precision that JAX is set to.
         """
-        return in_float64() if self.model is None else nullcontext()
+        return double(self.model is None)
 
     @property
     def fitted_(self) -> Fitted:
@@ -165,7 +159,7 @@ class _DualEstimator(BaseEstimator):
                 f"{type(self).__name__}: fit_intercept must be True, False or 'free', got "
                 f"{self.fit_intercept!r}."
             )
-        return FREE_SCALES[jax.dtypes.canonicalize_dtype(np.float64).name]
+        return FREE_SCALE
 
     def _learn(
         self,

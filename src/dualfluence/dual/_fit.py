@@ -12,7 +12,7 @@ from .._support.checks import check_ridge
 from .._support.options import check_count, check_positive, check_progress, maybe
 from .._support.points import enter_points
 from .._support.progress import ProgressFn
-from .._support.wide import double
+from .._support.wide import double, has_float64
 from ..losses import AbstractLoss
 from ..models._checks import check_network
 from ..models._options import KernelArgument, KernelOptions, kernel_options
@@ -30,7 +30,7 @@ from ._run import Settings, run, settings
 from ._setup import Setup, make_operator, place_source, prepare, rounding_unit
 from ._sketch import Sketch, as_sketch, make_preconditioner
 from ._train import MAX_STEPS, Goal, fit_goal
-from ._wide import as_given, start_norm, starts_wide, widened_model, widening
+from ._wide import as_given, is_wide, start_norm, starts_wide, widened_model, widening
 
 NO_CERTIFICATE = Certificate(float("inf"), 0.0, 0.0, 1.0)
 NOT_TRAINED = "not trained yet"
@@ -83,8 +83,12 @@ def fit(
     given, options = None if is_auto(ridge) else check_ridge(ridge), kernel_options("fit", kernel)
     clock = Clock()
     source = place_source("fit", as_source(model, x), mesh, options.operator)
-    setup = prepare("fit", source, x, y, loss, given, weights, options, progress)
-    start = _untrained(source, setup, loss, given or 1.0, how, sketch, options)
+    # The operator of a model in float64 brings its precision along.
+    brought = is_wide(options.operator) and not has_float64()
+    with double(brought):
+        source = source.widened(x) if brought and source.can_widen else source
+        setup = prepare("fit", source, x, y, loss, given, weights, options, progress)
+        start = _untrained(source, setup, loss, given or 1.0, how, sketch, options)
     if starts_wide(start, any_ridge=given is None):
         start = widened_model(as_given(start, model, x, y))
     goal = fit_goal(tolerance, max_steps, start.offset.dtype)

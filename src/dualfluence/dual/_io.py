@@ -1,6 +1,7 @@
 """Load a fitted state: nothing in its file is believed before it was checked."""
 
 import re
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ from .._support.options import check_loss, check_path, check_progress, maybe
 from .._support.points import Form
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
+from .._support.wide import double
+from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
 from ..kernels._scale import Shifted
 from ..losses import AbstractLoss
@@ -46,7 +49,8 @@ from ._fitted import Fitted
 from ._readout import Reference
 from ._recheck import computed_again
 from ._record import Stats
-from ._setup import KERNEL_SLACK, check_given, choose_form
+from ._setup import KERNEL_SLACK, check_given, choose_form, rounding_unit
+from ._wide import start_norm
 
 PROBES = 8
 """Training points at which the model is compared with the file."""
@@ -115,12 +119,33 @@ def load(
     header, arrays = read_archive(path, FORMAT, VERSION)
     with checking(path):
         content = _checked(header, arrays)
-    _check_precision(content)
+    # A model that was widened, or one that was made where 64-bit types are on.
+    with double(content.arrays["alpha"].dtype == np.float64):
+        return _restored(path, model, content, loss, kernel, progress)
+
+
+def _restored(
+    path: Any,
+    model: Any,
+    content: Content,
+    loss: AbstractLoss | None,
+    kernel: AbstractKernelOperator | None,
+    progress: bool | ProgressFn,
+) -> Fitted:
+    """The model of a file whose fields have been checked."""
+    arrays = content.arrays
     own_loss = _loss(content, loss)
     with checking(path):
         _check_targets(own_loss, content)
     source = _source(model, content)
+    x = jnp.asarray(arrays["x"])
+    if arrays["offset"].dtype == np.float64 and source.can_widen:
+        source = source.widened(x)
     reference = _reference(source, content)
+    if reference is not None:
+        assert source.network is not None  # or there would be no reference
+        proven = reference.linearised or is_affine(source.network, x)
+        reference = replace(reference, proven=proven)
     initial, source = source.network, _at_tangent(source, content, reference)
     fitted = Fitted(
         source=source,
@@ -138,8 +163,10 @@ def load(
         certificate=content.certificate,
         stats=content.stats,
         fidelity=content.fidelity,
-        epsilon=source.narrow_eps,
+        start_norm=start_norm(source),
+        widening="as stored" if kernel is not None or "kernel" in arrays else "computed anew",
     )
+    fitted = replace(fitted, epsilon=rounding_unit(source, fitted.kernel_op))
     slack = _slack(content, OUTPUT_SLACK)
     _check_outputs(fitted, slack)
     return computed_again(fitted, initial, slack)
@@ -279,15 +306,6 @@ def _check_targets(loss: AbstractLoss, content: Content) -> None:
     again = loss.prepare_targets(stored, content.shape[1], content.arrays["alpha"].dtype)
     if again.shape != stored.shape or not np.array_equal(again, stored):
         raise Damaged("its targets are not such as this loss takes")
-
-
-def _check_precision(content: Content) -> None:
-    dtype = content.arrays["alpha"].dtype
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise ValueError(
-            f"load: the file holds {dtype} dual variables, but JAX is in 32-bit mode. Call "
-            "jax.config.update('jax_enable_x64', True) first."
-        )
 
 
 def _state(content: Content) -> State:

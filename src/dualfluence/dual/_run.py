@@ -87,7 +87,7 @@ def run(
         cert, stats = update.certificate, update.stats
         # A run that came to the end of its steps was not stopped by rounding.
         refused = not stats.converged and (goal.counts_steps or ending != "steps")
-        if not refused and not falls_short(cert, goal.met(cert)):
+        if not refused and not falls_short(model, cert, goal.met(cert)):
             check_outcome(stats, how.on_failure, how.what, cert, model.offset.dtype)
             return update
         # A step that was asked for starts where the fit ended; a run goes on from where it is.

@@ -26,11 +26,21 @@ AT_ONCE = 20.0
 is then about this many rounding units or more, above the tolerance of such fits. Doubled, some fits are
 made twice."""
 
+SMALL = 2048
+"""Unknowns up to which a CPU does not mind float64. Past them a product with `K` takes twice as long, and
+float64 waits until float32 is refused, as on an accelerator. Doubled, requests of 4,000 unknowns are
+slower."""
+
 LOOSE = 1e-5
 """Relative bound above which a float32 answer that is all rounding is computed again on a CPU. A hundredth
 of it is about what float32 can tell from the truth."""
 
 WIDENED = "float32 data, dual variables and outputs in float64"
+
+
+def is_wide(op: AbstractKernelOperator | None) -> bool:
+    """Whether an operator that was handed in multiplies in float64."""
+    return op is not None and op.dtype == jnp.float64
 
 
 def can_widen(model: TrainedModel) -> bool:
@@ -64,7 +74,7 @@ def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
     if model.widening == "at once":
         return True
     large = any_ridge or float(jnp.mean(model.kernel_diagonal)) > AT_ONCE * model.ridge
-    return _on_cpu() and large
+    return _is_cheap(model) and large
 
 
 def as_given(model: Trained, kernel: Any, x: Any, y: Any) -> Trained:
@@ -78,14 +88,14 @@ def as_given(model: Trained, kernel: Any, x: Any, y: Any) -> Trained:
         return replace(model, data=replace(data, x=points, targets=targets), source=source)
 
 
-def falls_short(certificate: Certificate, met: bool) -> bool:
+def falls_short(model: TrainedModel, certificate: Certificate, met: bool) -> bool:
     """Whether a float32 answer that would be accepted is worth a second one in float64.
 
     On accelerators it is not: the bound says what it is worth, and float64 may cost many times more.
     """
     bound = certificate.relative_bound
     loose = certificate.at_floor and certificate.certified and bound > LOOSE
-    return _on_cpu() and loose and not met
+    return loose and not met and _is_cheap(model)
 
 
 def widened_model(model: Trained) -> Trained:
@@ -158,5 +168,6 @@ def _reference(model: TrainedModel, source: AbstractSource) -> Reference | None:
     return replace(ref, params=params, alpha=widened(ref.alpha))
 
 
-def _on_cpu() -> bool:
-    return jax.default_backend() == "cpu"
+def _is_cheap(model: TrainedModel) -> bool:
+    small = model.data.num_points * model.num_outputs <= SMALL
+    return small and jax.default_backend() == "cpu"

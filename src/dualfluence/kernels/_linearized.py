@@ -464,7 +464,7 @@ def linearize(
       last word on statistics too.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
     - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (hardly
-      pulled at all: 1e7, in float32 1e3) or an array like the leaf; or a rule `(path, leaf) -> ` one
+      pulled at all: 1e7) or an array like the leaf; or a rule `(path, leaf) -> ` one
       of these. One number for a leaf keeps its kernel as fast as without; an array makes the kernel
       form this leaf's Jacobian.
     """

@@ -25,9 +25,10 @@ from ._params import leaf_name
 FREE = "free"
 """What stands for a leaf that no ridge is to pull."""
 
-FREE_SCALES = {"float64": 1e7, "float32": 1e3}
+FREE_SCALE = 1e7
 """The scale of a free leaf. What the ridge that is left does to it falls as one over the scale, and rounding
-of outputs grows with it: ten times as much costs a digit of every output, ten times less one of the leaf."""
+of outputs grows with it: ten times as much costs a digit of every output, ten times less one of the leaf. It
+asks for float64, in which `fit` computes such a model."""
 
 
 class Shifted(eqx.Module):
@@ -210,12 +211,12 @@ def _entry(name: str, given: Any, leaf: Any) -> Array | None:
 
 
 def _free(name: str, given: str, dtype: Any) -> Array:
-    if given != FREE or jnp.dtype(dtype).name not in FREE_SCALES:
+    if given != FREE or jnp.dtype(dtype).name not in ("float32", "float64"):
         raise ValueError(
             f"{name} must be a positive number, 'free' for parameters in float32 or float64, or None "
             f"for 1; got {given!r} for {dtype}."
         )
-    return jnp.asarray(FREE_SCALES[jnp.dtype(dtype).name], dtype)
+    return jnp.asarray(FREE_SCALE, dtype)
 
 
 def _worst(value: np.ndarray) -> float:

@@ -21,10 +21,10 @@ class KernelOptions:
     - `operator`: `K` on these points, if you have it: `store.build(...).operator()` for one on disk,
       `kernel_operator(...)`, `fitted.kernel_op`, or one of your own. The model then serves base
       outputs and queries.
-    - `refine`: what a float32 model does where rounding limits it. By default it computes in float64
-      where that is needed: on a CPU wherever float32 would fall short of its tolerance, on an
-      accelerator where the answer would be refused. `True` keeps `K` in float32, dual variables and
-      residuals in float64, and refines the float32 solves, from the start. `False` stays in float32.
+    - `refine`: what a float32 model does where rounding limits it. By default it goes on in float64: on a CPU
+      wherever float32 would fall short of its tolerance (up to 2,048 unknowns), else where the answer
+      would be refused. `True` keeps `K` in float32, dual variables and residuals in float64, and refines
+      float32 solves, from the start. `False` stays in float32.
     - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
       on accelerators, and the error that makes is in `stats.notes`.
     - `num_outputs`: `c`, where neither model nor targets tell: a kernel with class labels.

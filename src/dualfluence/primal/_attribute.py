@@ -7,6 +7,7 @@ the first-order effect on the measured quantity `m_q` of leaving `i` out: positi
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from .._support.options import (
     maybe,
 )
 from .._support.points import shown
+from .._support.wide import double
 from ..dual._attribution import Attribution
 from ..dual._quantity import Quantity, as_quantity
 from ..dual._readout import outputs_at
@@ -34,6 +36,7 @@ from ..models._sources import bound_network
 from ._curvature import Curvature, make_curvature
 from ._gradients import gradient_products, point_gradients, rows_at_once
 from ._influence import _training_set, _with_batches
+from ._precision import in_float64
 from ._solvers import (
     CG,
     AbstractInverse,
@@ -81,6 +84,34 @@ def attribute(
     start = time.perf_counter()
     model = as_network(model)
     check_instance("attribute: model", model, Linearized, "made by linearize")
+    if on_failure == "raise" and solver is None:
+        model = in_float64(model)
+    about = {"loss": loss, "ridge": ridge, "weights": weights, "linearised": linearised}
+    how = {"batch_size": batch_size, "self_influence": self_influence, "on_failure": on_failure}
+    with double(model.widening is not None):
+        scores = _attribute(model, params, x, y, xq, yq, solver=solver, of=of, **about, **how)
+    return replace(scores, stats=scores.stats | {"seconds": time.perf_counter() - start})
+
+
+def _attribute(
+    model: Linearized,
+    params: PyTree,
+    x: Any,
+    y: Any,
+    xq: Any,
+    yq: Any,
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    solver: Any,
+    of: str | Callable[[Array, Array], Array],
+    weights: Any,
+    linearised: bool,
+    batch_size: int | None,
+    self_influence: bool,
+    on_failure: OnFailure,
+) -> Attribution:
+    """`attribute` in the precision of the model."""
     batch_size = maybe(check_count, "attribute: batch_size", batch_size)
     linearised = check_flag("attribute: linearised", linearised)
     check_on_failure("attribute", on_failure)
@@ -109,7 +140,7 @@ def attribute(
         direction=quantity.direction,
         own=own,
         notes=(f"first-order effects in parameter space by {solver!r}", *scorer.notes),
-        stats=scorer.stats | {"solver": repr(solver), "seconds": time.perf_counter() - start},
+        stats=scorer.stats | {"solver": repr(solver)},
         x=shown(data.x, data.form),
         y=np.asarray(data.targets),
         xq=shown(queries, data.form),

@@ -35,6 +35,7 @@ from .._support.options import (
     maybe,
 )
 from .._support.points import enter_points
+from .._support.wide import double
 from ..dual._newton import CURVATURE_SLACK
 from ..dual._readout import outputs_at
 from ..dual._record import Clock, NotConverged, OnFailure, Stats
@@ -45,6 +46,7 @@ from ..models._sources import bound_network
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._hessian import linearised_product, make_rows, network_product
+from ._precision import in_float64
 from ._step import step_with
 from ._update import PRECISION, PrimalUpdate, moved_params, tangent_model
 
@@ -96,7 +98,8 @@ def influence(
     - `linearised`: `θ*` belongs to the model linearised at `θ₀`. `False`: the network itself, whose
       full Hessian may be indefinite; conjugate gradients then stop, which counts as a failure.
     - `rtol`, `max_steps`: of conjugate gradients, by default as in the paper's experiments. In
-      float32 no solve reaches 1e-8: loosen it, or follow the paper with `on_failure="report"`.
+      float32 no solve reaches 1e-8, so that on a CPU a float32 model is computed in float64. On an
+      accelerator loosen it, or follow the paper with `on_failure="report"`, which stays in float32.
     - `batch_size`: points per Hessian-vector product; the model's by default.
     - `on_failure`: `"report"` returns what a solve that did not converge has, marked in `stats`.
     - `solver`: of this room, e.g. `EKFAC()` or `LiSSA(damping=1e-3)`, which bring options of their
@@ -106,6 +109,45 @@ def influence(
     """
     model = as_network(model)
     check_instance("influence: model", model, Linearized, "made by linearize")
+    if on_failure == "raise" and solver is None:
+        model = in_float64(model)
+    with double(model.widening is not None):
+        return _influence(
+            model,
+            params,
+            x,
+            y,
+            edit,
+            loss=loss,
+            ridge=ridge,
+            weights=weights,
+            linearised=linearised,
+            rtol=rtol,
+            max_steps=max_steps,
+            batch_size=batch_size,
+            on_failure=on_failure,
+            solver=solver,
+        )
+
+
+def _influence(
+    model: Linearized,
+    params: PyTree,
+    x: Any,
+    y: Any,
+    edit: AbstractEdit | Sequence[AbstractEdit],
+    *,
+    loss: AbstractLoss,
+    ridge: float,
+    weights: Any,
+    linearised: bool,
+    rtol: float,
+    max_steps: int,
+    batch_size: int | None,
+    on_failure: OnFailure,
+    solver: Any,
+) -> PrimalUpdate:
+    """`influence` in the precision of the model."""
     check_fraction("influence: rtol", rtol)
     max_steps = check_count("influence: max_steps", max_steps)
     batch_size = maybe(check_count, "influence: batch_size", batch_size)

@@ -13,6 +13,7 @@ from .._support.compile import filter_jit
 from .._support.options import check_flag
 from .._support.show import Shown, Table
 from .._support.trees import tree_norm
+from .._support.wide import in_own_precision
 from ..dual._readout import outputs_at
 from ..dual._record import Stats
 from ..kernels._linearized import Linearized
@@ -38,6 +39,11 @@ class PrimalUpdate(Shown, eqx.Module):
     linearised: bool = eqx.field(static=True)
     stats: Stats = eqx.field(static=True)
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether a float32 model was computed in float64."""
+        return self.model.widening is not None
+
     def _table(self) -> Table:
         kind = "linearised" if self.linearised else "the network itself"
         return "PrimalUpdate", [
@@ -48,16 +54,19 @@ class PrimalUpdate(Shown, eqx.Module):
             ("run", self.stats.summary()),
         ]
 
+    @in_own_precision
     def params(self) -> PyTree:
         """`θ* + Δθ` (paper, eq. 1), a pytree like the one given to `linearize`."""
         return self.model.leave(self._after())
 
     @property
+    @in_own_precision
     def delta_params(self) -> PyTree:
         """`Δθ` on the trainable leaves, `None` elsewhere."""
         return self.model.leave_step(self.step)
 
     @property
+    @in_own_precision
     def delta_norm(self) -> float:
         """`‖Δθ‖`, with a scale in the norm `P⁻¹`."""
         return float(tree_norm(self.step))
@@ -67,6 +76,7 @@ class PrimalUpdate(Shown, eqx.Module):
         theta, frozen = self.model.split(self.before)
         return eqx.combine(jax.tree.map(jnp.add, theta, self.step), frozen)
 
+    @in_own_precision
     def predict(self, xq: Any) -> Float[Array, "q c"]:
         """Outputs at queries with the new parameters: linearised if the update is, else the network's."""
         outputs = outputs_at(
@@ -78,6 +88,7 @@ class PrimalUpdate(Shown, eqx.Module):
         check_finite("predict outputs", outputs)
         return outputs
 
+    @in_own_precision
     def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
         """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
         xq = self.data.queries(xq)
@@ -85,6 +96,7 @@ class PrimalUpdate(Shown, eqx.Module):
         check_finite("delta_outputs", change)
         return change
 
+    @in_own_precision
     def delta_loss(
         self, xq: Any, targets: Any, *, first_order: bool = False, include_ridge: bool = False
     ) -> Float[Array, " q"]:

@@ -94,9 +94,9 @@ class Anchor(eqx.Module):
 
 def can_anchor(fitted: Fitted) -> bool:
     """Whether the explicit inverse exists for this structure of `K` and fits the memory."""
-    op = fitted.kernel_op
-    if not op.has_entries:
-        return False
+    op, ref = fitted.kernel_op, fitted.reference
+    if not op.has_entries or (ref is not None and ref.certified and not ref.proven):
+        return False  # a network that was only found linear is looked at after every edit
     size = op.num_points * op.num_outputs
     return MATRICES * size**2 * jnp.dtype(op.dtype).itemsize <= memory_budget()
 

@@ -11,12 +11,14 @@ The rule is a function of the requests alone, never of clocks, so that a replay 
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from .._support.wide import double
 from ..dual._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
@@ -66,11 +68,20 @@ class Engine:
         self.work = anchored(fitted) if can_anchor(fitted) else _without_inverse(fitted, 0, "fit")
 
     @property
+    def _scope(self) -> AbstractContextManager[Any]:
+        """64-bit types where the model keeps its dual variables in float64."""
+        return double(self.fitted.is_wide)
+
+    @property
     def fitted(self) -> Fitted:
         return self.work.fitted
 
     def propose(self, edits: Sequence[AbstractEdit], until: float | None = None) -> Work:
         """The state after the edits; nothing changes until it is accepted."""
+        with self._scope:
+            return self._proposed(edits, until)
+
+    def _proposed(self, edits: Sequence[AbstractEdit], until: float | None) -> Work:
         points, work = _removed(edits), self.work
         if points is None or len(points) > MAX_BATCH:
             return self._edited(edits, until)
@@ -88,7 +99,8 @@ class Engine:
 
     def retrained(self) -> Work:
         """The model trained from scratch on what is left; the inverse is made anew by the rule."""
-        fitted = self.fitted.retrain([], progress=False).commit()
+        with self._scope:
+            fitted = self.fitted.retrain([], progress=False).commit()
         return _without_inverse(fitted, 0, "retraining")
 
     def accept(self, work: Work) -> None:
@@ -171,7 +183,11 @@ def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
 
     The bound of `K` is that of the last anchor where `K` is the same.
     """
-    fitted = fitted.without_spare_rows()
+    with double(fitted.is_wide):
+        return _anchored(fitted.without_spare_rows(), last)
+
+
+def _anchored(fitted: Fitted, last: Anchor | None) -> Work:
     kept = jnp.asarray((fitted.data.sample_weights > 0), fitted.offset.dtype)[:, None]
     alpha = fitted.state.alpha * kept
     fitted = replace(fitted, state=State(alpha, fitted.kernel_op.mv(alpha)))

@@ -15,6 +15,7 @@ from ...dual._readout import outputs_at
 from ...dual._sketch import Sketch
 from ...kernels._linearized import Linearized
 from ...losses import SoftmaxCrossEntropy
+from ...models._options import KernelOptions
 from ._methods import Method, Settings, Trained
 from ._names import RANDOM
 from ._timing import Timing, time_calls
@@ -59,7 +60,11 @@ class Removals:
         self.model, self.ridge, self.loss = model, ridge, SoftmaxCrossEntropy()
         self.x, self.y = jnp.asarray(data.x_train[:points]), data.y_train[:points]
         self.x_test, self.y_test = jnp.asarray(data.x_test), data.y_test
-        self.fitted = fit(model, self.x, self.y, loss=self.loss, ridge=ridge, sketch=Sketch(rank))
+        # In the dtype of the parameters, as what it is compared with.
+        own = KernelOptions(refine=False)
+        self.fitted = fit(
+            model, self.x, self.y, loss=self.loss, ridge=ridge, sketch=Sketch(rank), kernel=own
+        )
         self.params = self.fitted.params()
 
     def trained(self, settings: Settings) -> Trained:

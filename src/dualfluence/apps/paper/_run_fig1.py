@@ -14,6 +14,7 @@ from ...dual._fit import fit
 from ...dual._fitted import Fitted
 from ...dual._from_trained import from_trained
 from ...kernels._linearized import linearize
+from ...models._options import KernelOptions
 from ...operators import AbstractKernelOperator
 from ..compare._methods import Method, Settings, Trained
 from ..compare._names import PAPER_RELEASED, RANDOM, RELEASED, RETRAINED, SHARDED
@@ -74,7 +75,7 @@ class LinearisedCase:
             loss=self.loss,
             ridge=self.row.training.ridge,
             weights=weights,
-            kernel=op,
+            kernel=KernelOptions(operator=op, refine=False),
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,

@@ -87,7 +87,9 @@ class InfiniteCase:
             loss=self.loss,
             ridge=self.row.training.ridge,
             weights=weights,
-            kernel=KernelOptions(num_outputs=self.c) if weights is None else self.exact.kernel_op,
+            kernel=KernelOptions(num_outputs=self.c, refine=False)
+            if weights is None
+            else KernelOptions(operator=self.exact.kernel_op, refine=False),
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,

@@ -12,6 +12,7 @@ from ... import metrics
 from ...dual._fit import fit
 from ...dual._fitted import Fitted
 from ...kernels._linearized import linearize
+from ...models._options import KernelOptions
 from ..compare._methods import Settings, Trained
 from ..compare._names import ONE_STEP, PARAMETER, RETRAINED
 from ..compare._networks import B_STD, W_STD
@@ -72,7 +73,7 @@ class LinearCase:
             loss=self.loss,
             ridge=self.config.ridge,
             weights=weights,
-            kernel=None if held is None else held.kernel_op,
+            kernel=KernelOptions(operator=None if held is None else held.kernel_op, refine=False),
             tolerance=EXACT_TOLERANCE,
             on_failure="report",
             progress=self.context.progress,
