@@ -8,6 +8,7 @@ import pytest
 
 from dualfluence import infinite
 from dualfluence.infinite._gap import joint_from_minus
+from dualfluence.infinite._inputs import input_spec
 
 ACTIVATIONS = {
     "relu": infinite.Relu(),
@@ -77,7 +78,7 @@ def test_an_activation_has_the_expectations_of_its_function(duals, name):
 STANDARD = {"parameterization": "standard", "s": (2, 3)}
 NETWORKS = {
     "windows": (
-        (5, 4, 2),
+        (9, 7, 2),
         infinite.Conv((3, 2), W_std=1.5, b_std=0.1),
         infinite.Relu(),
         infinite.AvgPool((3, 2), (2, 1), "SAME", normalize_edges=True),
@@ -137,6 +138,14 @@ NETWORKS = {
         infinite.Dense(W_std=1.1, b_std=0.4, **STANDARD),
     ),
 }
+
+
+def test_one_network_stores_displacements_and_the_others_all_pairs_of_pixels():
+    bands = {}
+    for name, (shape, *layers) in NETWORKS.items():
+        bands[name] = infinite.serial(*layers)._band(input_spec((1, *shape)))
+    pairs = dict.fromkeys(("torus", "softmax", "attention"))
+    assert bands == {"windows": (4, 3), "vectors": (0, 0), **pairs}
 
 
 @pytest.mark.parametrize("name", NETWORKS)
