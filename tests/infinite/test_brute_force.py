@@ -197,3 +197,20 @@ def test_the_finite_network_is_its_layers_one_after_another(name):
     want = brute_force.outputs(net, params, x)
     assert want.shape == (3, 2)
     np.testing.assert_allclose(jax.jit(net.apply)(params, x), want, rtol=1e-10)
+
+
+def test_parameters_have_the_spread_that_their_layers_say():
+    weights = {"W_std": 1.5, "b_std": 0.4}
+    net = infinite.serial(
+        infinite.Dense(**weights, width=200, **STANDARD),
+        infinite.Relu(),
+        infinite.Dense(**weights, **STANDARD),
+    )
+    first, _, last = net.init(jax.random.key(0), (3,), outputs=400)
+    plain = infinite.serial(infinite.Dense(**weights)).init(jax.random.key(1), (30,), outputs=400)
+    assert (first["W"].shape, last["W"].shape) == ((3, 600), (600, 400))
+    # Standard: W² s / fan-in, which `apply` divides by s = 2. Else all weights are of size one.
+    spreads = {"first": 1.5 * (2 / 3) ** 0.5, "last": 1.5 * (2 / 600) ** 0.5, "plain": 1.0}
+    for name, params in {"first": first, "last": last, "plain": plain[0]}.items():
+        np.testing.assert_allclose(np.std(params["W"]), spreads[name], rtol=0.08)
+        np.testing.assert_allclose(np.std(params["b"]), 1 if name == "plain" else 0.4, rtol=0.15)
