@@ -17,7 +17,7 @@ from dualfluence._support import archive
 from dualfluence._support.files import FileError
 from dualfluence.apps.cli._app import app
 from dualfluence.apps.serve import _model
-from dualfluence.unlearning import LedgerError
+from dualfluence.unlearning import LedgerError, _verify_model
 
 GONE = (3, 5, 6, 8)
 
@@ -177,12 +177,25 @@ def test_rows_without_the_commitments_are_not_called_checked(folder):
     assert "cannot be checked" in found(folder).summary()
 
 
-def test_a_kernel_of_zeros_is_found(folder):
-    """ρᵀKρ = 0 whatever the model is."""
+def test_rows_of_the_kernel_a_few_at_a_time_give_the_same(folder, monkeypatch):
+    want = found(folder, kernel=kernel).computed
+    monkeypatch.setattr(_verify_model, "BLOCK", 3)
+    for options in ({}, {"kernel": kernel}):
+        report = found(folder, **options)
+        assert report.valid, report.summary()
+        np.testing.assert_allclose(report.computed, want, rtol=1e-6, atol=1e-12)
+    forge(folder / "last.npz", lambda arrays: arrays.pop("kernel"))
+    assert found(folder, kernel=kernel).computed == pytest.approx(want, rel=1e-6, abs=1e-12)
+    assert "holds no kernel" in found(folder).summary()
+
+
+@pytest.mark.parametrize("diagonal", [0.0, 1e12])
+def test_a_kernel_of_zeros_is_found(folder, diagonal):
+    """ρᵀKρ = 0 whatever the model is, and whatever the file says of the size of `K`."""
 
     def zero(arrays):
         arrays["kernel"][:] = 0
-        arrays["kernel_diagonal"][:] = 0
+        arrays["kernel_diagonal"][:] = diagonal
 
     forge(folder / "last.npz", zero)
     assert "K is not that of the model" in found(folder).summary()
@@ -371,12 +384,12 @@ def test_requests_that_change_rows_are_committed_to_and_verified(p, fitted, tmp_
 def test_a_replay_past_a_checkpoint_goes_on_from_it(fitted, tmp_path):
     """The model that the ledger began with replays the checkpoint too."""
     with dfl.unlearning.open(tmp_path / "desk", fitted) as desk:
-        desk.remove([3])
+        desk.remove(3)
         desk.checkpoint(tmp_path / "last.npz", include_kernel=True)
         digest = desk.model_digest
     with dfl.unlearning.open(tmp_path / "desk", fitted) as desk:
         assert desk.model_digest == digest
-        desk.remove([4])
+        desk.remove("10")
         assert not [note for note in desk.notes if "rounding" in note]
     assert dfl.unlearning.verify(tmp_path / "desk").valid
 

@@ -214,6 +214,14 @@ def test_a_contradiction_is_neither_written_nor_read(path, what):
     ledger.close()
 
 
+def test_all_points_but_one_may_go(path):
+    ledger = Ledger(path)
+    ledger.append(**fields("remove", "c", "d", 1, 6))
+    ledger.close()
+    assert dfl.unlearning.verify(path).valid
+    assert Ledger(path).lines[-1]["retained"] == 1
+
+
 @pytest.mark.parametrize("kind", ["relabel", "correct", "add"])
 def test_requests_that_bring_rows_may_change_them_and_the_number(path, kind):
     ledger, more = Ledger(path), 2 if kind == "add" else 0

@@ -68,6 +68,8 @@ def _page(line: dict[str, Any]) -> str:
         "How": line["how"],
         "Model before": line["model_before"],
         "Model after": line["model_after"],
+        "Points left": line["retained"],
+        "Commitment to features and targets": line["points"],
         "Hash of this line": line["hash"],
         "Hash of the line before": line["before"],
         "Software": ", ".join(f"{name} {value}" for name, value in line["software"].items()),
@@ -91,6 +93,6 @@ th{{text-align:left;padding-right:1rem;vertical-align:top}}td{{word-break:break-
 <ul>
 {missing}
 </ul>
-<p>Check it: <code>dualfluence verify LEDGER --model MODEL</code></p>
+<p>Check it: <code>dualfluence verify LEDGER --model MODEL --network MODULE:FUNCTION</code></p>
 </body></html>
 """

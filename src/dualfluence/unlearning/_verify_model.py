@@ -70,7 +70,7 @@ def check_model(
         report.problems.append("a removed point still carries weight in the model")
     claim = line["certificate"]
     report.claimed = claim["distance_bound"]
-    if saved.header["reference"] is not None:
+    if saved.header["reference"] is not None or claim["gap"] > 0:
         report.trusted.append(
             f"the gap of {claim['gap']:.3g}, which training by hand left: it is the ledger's own"
         )
@@ -89,7 +89,7 @@ def _read(path: Path) -> Saved:
         kept = np.flatnonzero(weights > 0)
         n, c = arrays["alpha"].shape
         side = n if header["operator"]["kronecker"] else n * c
-        shapes = {"offset": (n, c), "kernel_diagonal": (n, c), "sample_weights": (n,)}
+        shapes = {"offset": (n, c), "sample_weights": (n,)}
         more = {"kernel": (side, side), "commitments": (n, 32), "blinds": (n, 32)}
         shapes |= {name: shape for name, shape in more.items() if name in arrays}
         for name, shape in shapes.items():
@@ -102,12 +102,11 @@ def _read(path: Path) -> Saved:
             raise Damaged(f"alpha has dtype {arrays['alpha'].dtype}")
         if not (kept.size and np.isfinite(weights).all() and (weights >= 0).all()):
             raise Damaged("its sample weights are none")
-        known = type(header["loss"]["name"]) is str and type(header["operator"]["dtype"]) is str
-        if not known or type(header["ridge"]) is not float or not header["ridge"] > 0:
+        loss, ridge = header["loss"]["name"], header["ridge"]
+        if type(loss) is not str or type(ridge) is not float or not ridge > 0:
             raise Damaged("its header is not that of a model")
         _points(header, arrays["x"][kept])
-        for name in ("reference", "operator"):
-            header[name]
+        _ = header["reference"], header["operator"]["precision"]
     return Saved(header, arrays, kept)
 
 
@@ -161,18 +160,18 @@ def _row_problems(saved: Saved, root: str) -> list[str]:
 def _check_bound(saved: Saved, line: dict[str, Any], kernel: Any, report: Any) -> None:
     claim, number = line["certificate"], line["sequence"]
     try:
-        product = _product(saved, kernel, report)
+        used = _Kernel(saved, kernel, report)
         slope = _slope(saved.header["loss"]["name"])
     except LookupError as error:
         report.problems.append(str(error.args[0]))
         return
     alpha, ridge = saved.rows("alpha"), saved.header["ridge"]
-    k_alpha = product(alpha)
+    k_alpha = used.times(alpha)
     weights = saved.rows("sample_weights")
     gradient = (weights / weights.sum())[:, None]
     gradient = gradient * slope(saved.rows("offset") + k_alpha, saved.rows("targets"))
     rho = gradient + ridge * alpha
-    square = max(float((rho * product(rho)).sum()), 0.0)
+    square = max(float((rho * used.times(rho)).sum()), 0.0)
     report.computed = math.sqrt(square) / ridge + claim["gap"]
     if claim["certified"]:
         bound = math.inf if claim["distance_bound"] is None else claim["distance_bound"]
@@ -182,7 +181,7 @@ def _check_bound(saved: Saved, line: dict[str, Any], kernel: Any, report: Any) -
                 f"{report.computed:.6g}"
             )
     own, said = float((alpha * k_alpha).sum()), claim["parameter_norm"] ** 2
-    roots = np.sqrt(np.maximum(saved.rows("kernel_diagonal"), 0)) * np.abs(alpha)
+    roots = np.sqrt(np.maximum(used.diagonal, 0)) * np.abs(alpha)
     eps = float(np.finfo(saved.arrays["alpha"].dtype).eps)
     slack = math.sqrt(eps) * said + NORM_SLACK * eps * float(roots.sum()) ** 2
     if not abs(own - said) <= (COARSE * said if _is_coarse(saved) else 0) + slack:
@@ -196,43 +195,62 @@ def _is_coarse(saved: Saved) -> bool:
     return saved.header["operator"]["precision"] not in (None, "HIGHEST")
 
 
-def _product(saved: Saved, kernel: Any, report: Any) -> Callable[[np.ndarray], np.ndarray]:
-    """`v ↦ Kv` between the points that are left, by the kernel of the caller or else that of the file."""
-    c, kept = saved.arrays["alpha"].shape[1], saved.kept
-    stored = saved.arrays.get("kernel")
-    if stored is not None:
-        rows = kept
-        if not saved.header["operator"]["kronecker"]:
-            rows = (kept[:, None] * c + np.arange(c)).reshape(-1)
-        stored = np.asarray(stored[np.ix_(rows, rows)], np.float64)
-    if kernel is None:
-        if stored is not None:
+class _Kernel:
+    """`v ↦ Kv` between the points that are left, by the kernel of the caller or else that of the file.
+
+    - `diagonal`: of the `K` in use, known after the first product.
+    """
+
+    def __init__(self, saved: Saved, kernel: Any, report: Any) -> None:
+        self.saved, self.kernel, self.report = saved, kernel, report
+        self.stored, self.diagonal = _stored(saved), np.zeros(saved.rows("alpha").shape)
+        self.compared = self.stored is None or kernel is None
+        if kernel is None and self.stored is None:
+            raise LookupError(
+                "the model file holds no kernel, so that its bound cannot be computed. Save it with "
+                "include_kernel=True, or name the kernel (--network, kernel=)"
+            )
+        if kernel is None:
             report.trusted.append(
                 "K, as it is in the file. The bound holds only if this is the kernel of the model; name the "
                 "kernel to have it computed again (--network, kernel=)"
             )
-            return lambda v: _times(stored, v)
-        raise LookupError(
-            "the model file holds no kernel, so that its bound cannot be computed. Save it with "
-            "include_kernel=True, or name the kernel (--network, kernel=)"
-        )
-    points = saved.arrays["x"][kept]
-    everything, seen = _points(saved.header, points), []
 
-    def product(v: np.ndarray) -> np.ndarray:
-        parts = []
-        for start in range(0, kept.size, BLOCK):
-            rows = points[start : start + BLOCK]
-            entries = np.asarray(kernel(_points(saved.header, rows), everything), np.float64)
-            if entries.ndim == 4:
-                entries = entries.reshape(len(rows) * c, kept.size * c)
-            if stored is not None and not seen:
-                report.problems += _differing(saved, stored, entries, start, c)
+    def times(self, v: np.ndarray) -> np.ndarray:
+        """`Kv`, some rows of `K` at a time."""
+        parts, m = [], len(v)
+        for start in range(0, m, BLOCK):
+            stop = min(start + BLOCK, m)
+            entries = self._rows(start, stop)
+            if not self.compared:
+                self.report.problems += _differing(self.saved, self.stored, entries, start)
             parts.append(_times(entries, v))
-        seen.append(True)
+            diagonal = np.diagonal(entries, start * (len(entries) // (stop - start)))
+            self.diagonal[start:stop] = diagonal.reshape(stop - start, -1)
+        self.compared = True
         return np.concatenate(parts)
 
-    return product
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        header = self.saved.header
+        m, c = len(self.diagonal), self.diagonal.shape[1]
+        if self.kernel is None:
+            width = len(self.stored) // m
+            return self.stored[start * width : stop * width]
+        points = self.saved.arrays["x"][self.saved.kept]
+        here, all_points = _points(header, points[start:stop]), _points(header, points)
+        entries = np.asarray(self.kernel(here, all_points), np.float64)
+        return entries.reshape((stop - start) * c, m * c) if entries.ndim == 4 else entries
+
+
+def _stored(saved: Saved) -> Any:
+    """`K` of the file between the points that are left, or `None`."""
+    stored, rows = saved.arrays.get("kernel"), saved.kept
+    if stored is None:
+        return None
+    if not saved.header["operator"]["kronecker"]:
+        c = saved.arrays["alpha"].shape[1]
+        rows = (rows[:, None] * c + np.arange(c)).reshape(-1)
+    return np.asarray(stored[np.ix_(rows, rows)], np.float64)
 
 
 def _times(entries: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -242,19 +260,18 @@ def _times(entries: np.ndarray, v: np.ndarray) -> np.ndarray:
     return (entries @ v.reshape(-1)).reshape(-1, v.shape[1])
 
 
-def _differing(
-    saved: Saved, stored: np.ndarray, entries: np.ndarray, start: int, c: int
-) -> list[str]:
+def _differing(saved: Saved, stored: np.ndarray, entries: np.ndarray, start: int) -> list[str]:
     """Whether some rows of the file's `K` are those of the caller's kernel."""
+    c = saved.arrays["alpha"].shape[1]
     if entries.shape[1] != stored.shape[1]:
         entries, stored = (
             np.kron(a, np.eye(c)) if a.shape[1] == saved.kept.size else a for a in (entries, stored)
         )
     width = stored.shape[1] // saved.kept.size
     rows = stored[start * width : start * width + len(entries)]
-    dtype = saved.header["operator"]["dtype"]
-    slack = COARSE if _is_coarse(saved) else ENTRY_SLACK * EPS.get(dtype, COARSE)
-    size = max(float(np.abs(saved.rows("kernel_diagonal")).max()), float(np.abs(entries).max()))
+    eps = EPS.get(saved.arrays["kernel"].dtype.name, COARSE)
+    slack = COARSE if _is_coarse(saved) else min(ENTRY_SLACK * eps, COARSE)
+    size = float(np.abs(entries).max())
     worst = float(np.abs(rows - entries).max())
     if worst <= slack * size:
         return []
