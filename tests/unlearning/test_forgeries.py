@@ -364,6 +364,10 @@ def test_requests_that_change_rows_are_committed_to_and_verified(p, fitted, tmp_
         desk.correct([1], p.x_q[:1], p.y_q[:1])
         desk.add(["new"], p.x_q[1:2], p.y_q[1:2])
         desk.remove([2])
+        digest = desk.model_digest
+    with dfl.unlearning.open(tmp_path / "desk", fitted) as desk:
+        assert desk.model_digest == digest
+        assert desk.notes == []
         desk.checkpoint(tmp_path / "last.npz", include_kernel=True)
         digest, points = desk.model_digest, desk.points.root
     assert len({line["points"] for line in read(tmp_path)}) == 4

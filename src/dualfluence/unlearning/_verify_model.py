@@ -203,7 +203,8 @@ class _Kernel:
 
     def __init__(self, saved: Saved, kernel: Any, report: Any) -> None:
         self.saved, self.kernel, self.report = saved, kernel, report
-        self.stored, self.diagonal = _stored(saved), np.zeros(saved.rows("alpha").shape)
+        self.stored = _stored(saved)
+        self.diagonal: np.ndarray = np.zeros_like(saved.rows("alpha"))
         self.compared = self.stored is None or kernel is None
         if kernel is None and self.stored is None:
             raise LookupError(
@@ -232,7 +233,7 @@ class _Kernel:
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         header = self.saved.header
-        m, c = len(self.diagonal), self.diagonal.shape[1]
+        m, c = self.diagonal.shape
         if self.kernel is None:
             width = len(self.stored) // m
             return self.stored[start * width : stop * width]
