@@ -17,7 +17,23 @@ Y, YQ = np.array([0, 1, 1, 0, 1, 0]), np.array([1, 0])
 LOSS, RIDGE = dfl.SoftmaxCrossEntropy(), 0.1
 NET = eqx.nn.MLP(3, 2, 4, 1, key=jax.random.key(0))
 HEAD = "layers/1/*"
+QUICK = {
+    "primal.attribute",
+    "kernel_operator",
+    "GradDot",
+    "TRAK",
+    "ntk_mv",
+    "kernel_report",
+    "linearize",
+}
+"""One of each way in; the other rows of the tables are `thorough`."""
 QUIET = {"progress": False}
+
+
+def rows(table):
+    return [
+        pytest.param(name, marks=[] if name in QUICK else pytest.mark.thorough) for name in table
+    ]
 
 
 def adapted():
@@ -79,7 +95,7 @@ OF_A_MODEL = {
 
 
 @pytest.mark.filterwarnings("ignore::dualfluence.FidelityWarning")
-@pytest.mark.parametrize("name", OF_A_MODEL)
+@pytest.mark.parametrize("name", rows(OF_A_MODEL))
 def test_a_call_with_a_model_takes_an_adapted_one(name, tmp_path):
     call, (apply_fn, params, rule, _) = OF_A_MODEL[name], by_hand()
     linear = dfl.linearize(apply_fn, params, trainable=rule)
@@ -124,7 +140,7 @@ BY_MASK = {
 }
 
 
-@pytest.mark.parametrize("name", OF_A_FUNCTION)
+@pytest.mark.parametrize("name", rows(OF_A_FUNCTION))
 def test_a_call_with_a_function_takes_a_model_and_its_choice_of_parameters(name):
     call, (apply_fn, params, rule, mask) = OF_A_FUNCTION[name], by_hand()
     want = np.asarray(call(apply_fn, params, trainable=mask if name in BY_MASK else rule))

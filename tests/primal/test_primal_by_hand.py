@@ -36,8 +36,8 @@ EXACT = [
 
 
 @pytest.mark.parametrize("solver", EXACT, ids=lambda s: type(s).__name__)
-@pytest.mark.parametrize("damping", [0.0, 0.2])
-def test_scores_are_products_with_the_inverse_hessian(solver, damping):
+def test_scores_are_products_with_the_inverse_hessian(solver):
+    damping = 0.2
     solver = type(solver)(**{**vars_of(solver), "damping": damping})
     theta = optimum(WEIGHTS)
     w = WEIGHTS / WEIGHTS.sum()

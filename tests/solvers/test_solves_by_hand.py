@@ -62,9 +62,20 @@ SOLVERS = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("loss", ["SquaredError", "Logistic", "SoftmaxCrossEntropy"])
-@pytest.mark.parametrize("structure", STRUCTURES)
+CASES = [
+    ("dense", "SquaredError", "cholesky without refinement"),
+    ("dense", "SoftmaxCrossEntropy", "cholesky"),
+    ("dense", "SoftmaxCrossEntropy", "cg"),
+    ("kronecker", "SquaredError", "cholesky"),
+    ("kronecker", "Logistic", "cholesky"),
+    ("kronecker", "SoftmaxCrossEntropy", "cholesky"),
+    ("low rank", "SoftmaxCrossEntropy", "cholesky"),
+    ("low rank", "Logistic", "cg"),
+]
+"""Each factorisation and each kind of curvature once; `operators/test_structures.py` has all of them."""
+
+
+@pytest.mark.parametrize(("structure", "loss", "solver"), CASES)
 def test_a_solve_is_the_inverse_written_out(structure, loss, solver):
     make, K = STRUCTURES[structure]
     made = system(make(), getattr(dfl, loss)(), NoPreconditioner())
@@ -111,14 +122,13 @@ def test_points_without_weight_leave_the_solve_to_the_others():
     np.testing.assert_allclose(found.value[1], B[1] / RIDGE, rtol=1e-12)
 
 
-@pytest.mark.parametrize("inner", [solvers.Cholesky(), solvers.CG()], ids=repr)
-def test_refinement_of_float32_solves_reaches_float64(inner):
+def test_refinement_of_float32_solves_reaches_float64():
     narrow = operators.DenseOperator(jnp.asarray(DENSE, jnp.float32), C)
     made = system(operators.widen(narrow), dfl.SoftmaxCrossEntropy(), NoPreconditioner())
     K = np.asarray(narrow.entries(), np.float64)  # as it is stored
     W = block_diagonal(hessians("SoftmaxCrossEntropy"))
     want = np.linalg.solve(RIDGE * np.eye(N * C) + W @ K, B.reshape(-1)).reshape(N, C)
-    found = Refined(inner).solve(made)
+    found = Refined(solvers.Cholesky()).solve(made)
     assert float(np.abs(found.value - want).max()) < 1e-8  # float32 alone is off by 1e-6 or so
 
 
@@ -132,3 +142,18 @@ def test_auto_takes_what_fits():
     assert isinstance(dfl.Auto(direct_size=N * C).choose(dense).solver, solvers.Cholesky)
     low = dfl.Auto(direct_size=0).choose(STRUCTURES["low rank"][0]())
     assert isinstance(low.solver, solvers.Cholesky)
+
+
+def test_a_matrix_that_rounding_made_indefinite_is_shifted_by_little():
+    """`λ` far below the rounding of `K`: the shift is a few units of rounding of the trace, and is told."""
+    K = 1e6 * A @ A.T
+    op = operators.DenseOperator(jnp.asarray(K), 1)
+    b = jnp.asarray(B[:, :1])
+    factor = dfl.SquaredError().hess_factor(b, b, jnp.ones(N))
+    ridge = jnp.asarray(1e-16)
+    made = LinearSystem(op, factor, ridge, b, op.mv(b), NoPreconditioner(), jnp.asarray(1e-10))
+    found = solvers.Cholesky().solve(made)
+    assert np.isfinite(np.asarray(found.value)).all()
+    assert float(found.jitter) > 0
+    shift = float(found.jitter) * 1e-16  # how much larger than λ
+    assert shift <= 64 * np.finfo(float).eps * np.trace(K)
