@@ -11,7 +11,6 @@ import optax
 import pytest
 
 import dualfluence as dfl
-from users import ordinary
 
 pytestmark = [pytest.mark.thorough, pytest.mark.ordinary]
 
@@ -29,7 +28,6 @@ GONE = [1, 5, 9, 20]
 KEPT = np.setdiff1d(np.arange(N), GONE)
 
 
-@ordinary
 def head(params, x):
     """The last layer of a network whose body stays: linear in its parameters."""
     return jnp.tanh(x @ BODY["w"] + BODY["b"]) @ params["w"] + params["b"]

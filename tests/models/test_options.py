@@ -194,3 +194,12 @@ def test_fit_has_few_options_and_the_groups_are_shared():
     fields = set(inspect.signature(dfl.KernelOptions).parameters)
     for function in (dfl.fit, dfl.from_trained, dfl.kernel_gradient_descent, dfl.kernel_operator):
         assert not fields & named(function)
+
+
+@pytest.mark.parametrize("rows", [np.array([0.0, 1.0]), np.array([[0], [1]]), np.array([0, 4])])
+def test_points_of_a_matrix_are_whole_positions_in_it(rows):
+    kernel = dfl.PrecomputedKernel(np.eye(4))
+    with pytest.raises((TypeError, ValueError), match=r"integer positions|in \[0, 4\)"):
+        kernel.kernel(rows, np.arange(2))
+    with pytest.raises((TypeError, ValueError), match=r"integer positions|in \[0, 4\)"):
+        kernel.kernel(np.arange(2), rows)

@@ -18,7 +18,7 @@ def _fit(dtype, offset, n, loss, y, c=1):
     first = jnp.asarray(np.eye(c)[0], dtype)
 
     def apply(theta, x):
-        return (jnp.matmul(x, theta) + offset)[:, None] * first
+        return (jnp.matmul(x, theta) + offset)[:, None] * first[None]
 
     model = dfl.linearize(apply, jnp.zeros(1, dtype))
     x = np.full((n, 1), PHI, dtype)
@@ -53,6 +53,14 @@ def test_a_gradient_that_is_zero_is_certified_as_zero(dtype):
     assert _fit(dtype, 0.0, 3, dfl.SquaredError(), zero).certificate.distance_bound == 0
     one_class = _fit(dtype, 0.0, 3, dfl.SoftmaxCrossEntropy(), np.zeros(3, int))
     assert one_class.certificate.distance_bound == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_a_kernel_of_zeros_is_certified_as_reached(dtype):
+    """Nothing moves the outputs: every dual variable has the same parameters, none."""
+    kernel, y = np.zeros((3, 3), dtype), np.ones((3, 1), dtype)
+    fitted = dfl.fit(kernel, None, y, loss=dfl.SquaredError(), ridge=RIDGE, progress=False)
+    assert fitted.certificate.distance_bound == 0
 
 
 def test_reach_of_small_numbers_is_not_zero():
