@@ -222,7 +222,7 @@ def _moves(spectrum: _Spectrum, K_mv: Any, ridge: Array, weights: Float[Array, "
     b = pair[:, :, 0] + lam[:, None] * pair[:, :, 1]
     # A⁻¹b = (b − W Q b)/λ.
     base = (b - terms.factor.hess_mv(Q_b)) / lam[:, None]
-    small = jnp.eye(b.shape[1], dtype=b.dtype) - terms.factor.hess_mv(Q_own)
+    small = jnp.eye(b.shape[1], dtype=b.dtype)[None] - terms.factor.hess_mv(Q_own)
     tau = lam[:, None] * jnp.linalg.solve(small, (-terms.alpha - base)[:, :, None])[:, :, 0]
     left_out = Q_b + jnp.einsum("nab,nb->na", Q_own, tau, precision=HIGHEST)
     whole = 1 / (spectrum.values + ridge)
