@@ -293,7 +293,8 @@ def _projected(
     Q = jax.scipy.linalg.cho_solve(chol, phi.reshape(-1, phi.shape[2]).T).T.reshape(phi.shape)
     Q = jnp.einsum("nar,nbr->nab", phi, Q, precision=HIGHEST)
     W = jnp.einsum("nas,nbs->nab", local.roots, local.roots, precision=HIGHEST)
-    small = jnp.eye(W.shape[1], dtype=W.dtype) - jnp.einsum("nab,nbc->nac", W, Q, precision=HIGHEST)
+    W_Q = jnp.einsum("nab,nbc->nac", W, Q, precision=HIGHEST)
+    small = jnp.eye(W.shape[1], dtype=W.dtype)[None] - W_Q
     tau = jnp.linalg.solve(small, local.g[:, :, None])[:, :, 0]
     return jnp.dot(
         solved.T, jnp.einsum("nc,ncr->rn", tau, phi, precision=HIGHEST), precision=HIGHEST

@@ -154,8 +154,8 @@ def _taken_over(
     problem = make_problem(data, loss, ridge, offset, op.layout, unit)
     point = inspect_jit(op, problem, state, diagonal)
     certificate = point.norms.certificate(ridge)
-    left = tree_norm(gap) + _gap_rounding(problem, state, diagonal, trained.size)
-    _check_ridge_in_reach(ridge, offset.dtype, certificate.distance_bound + float(left))
+    left = float(tree_norm(gap)) + float(_gap_rounding(problem, state, diagonal, trained.size))
+    _check_ridge_in_reach(ridge, offset.dtype, certificate.distance_bound + left)
     proven = linearised or is_affine(model, data.x)
     certified = proven or trained.is_linear
     stationary = _is_stationary(fidelity, ridge, trained)
@@ -165,7 +165,7 @@ def _taken_over(
         op.layout.points(placed),
         linearised,
         tangent,
-        float(left),
+        left,
         certified,
         proven=proven,
     )

@@ -383,7 +383,7 @@ def _softmax_factors(
 
     squares, G = jax.lax.map(project, (chols, roots))
     cross = jnp.einsum("aki,bki->iab", G, G, precision=HIGHEST) / ridge
-    diagonal = (jnp.diagonal(S)[:, None] - squares.T)[:, :, None] * jnp.eye(c, dtype=S.dtype)
+    diagonal = (jnp.diagonal(S)[:, None] - squares.T)[:, :, None] * jnp.eye(c, dtype=S.dtype)[None]
     return _SoftmaxFactors(chols, chol_total, (diagonal + cross) / ridge, ridge)
 
 
@@ -420,7 +420,7 @@ def _softmax_steps(
         b = terms.right_side(held.ridge[None])
         k_b = jnp.dot(S, b[:, :, 0], precision=HIGHEST)[:, :, None]
         base = _softmax_inverse(S, factor, held, b, k_b)
-        small = jnp.eye(c, dtype=S.dtype) - factor.hess_mv(held.blocks)
+        small = jnp.eye(c, dtype=S.dtype)[None] - factor.hess_mv(held.blocks)
         short = -terms.alpha - base[:, :, 0]
         tau = held.ridge * jnp.linalg.solve(small[points], short[points][:, :, None])[:, :, 0]
     rows = jnp.zeros((n, c, k), S.dtype).at[points, :, jnp.arange(k)].set(tau)
@@ -461,7 +461,7 @@ def _low_rank_steps(
         outputs = jnp.einsum("kcr,rk->kc", psi, scale * along, precision=HIGHEST)
         base = (b - _hess_at(terms, points, outputs)) / ridge[:, None]
         Q = jnp.einsum("kar,rk,kbr->kab", psi, scale, psi, precision=HIGHEST)
-        small = jnp.eye(Q.shape[1], dtype=Q.dtype) - _hess_at(terms, points, Q)
+        small = jnp.eye(Q.shape[1], dtype=Q.dtype)[None] - _hess_at(terms, points, Q)
         short = -terms.alpha[points] - base
         tau = ridge[:, None] * jnp.linalg.solve(small, short[:, :, None])[:, :, 0]
     along = along + jnp.einsum("kcr,kc->rk", psi, tau, precision=HIGHEST)

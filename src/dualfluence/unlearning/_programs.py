@@ -181,7 +181,7 @@ def _less(
     drift: Float[AnyArray, ""],
 ) -> tuple[Array, Array, Array, Array, Array, Array, Array, Found]:
     share, c = shares[point], alpha.shape[1]
-    shares = jnp.where(jnp.arange(shares.shape[0]) == point, 0, shares)
+    shares = jnp.where(jnp.arange(shares.shape[0], dtype=point.dtype) == point, 0, shares)
     kept = (shares > 0).astype(shares.dtype)
     own = jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, own, place * c, axis=0)
