@@ -84,7 +84,7 @@ def cross_vectors(x1: Array, x2: Array, q1: Array, q2: Array, spec: Spec) -> Vec
     are then recomputed from the difference itself.
     """
     unit1, unit2 = _unit(x1), _unit(x2)
-    center = jnp.mean(unit2, axis=0)
+    center = jnp.mean(unit2, axis=0, keepdims=True)
     a, b = unit1 - center, unit2 - center
     spread = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None, :]
     minus = spread / 2 - jnp.matmul(a, b.T, precision=lax.Precision.HIGHEST)

@@ -112,7 +112,7 @@ class AbstractMatrixOperator(AbstractKernelOperator):
 
     def _rows_of(self, points: Any) -> Any:
         """Rows of the matrix for these points, `(m, each)`."""
-        return points[:, None] * self.each + np.arange(self.each, dtype=points.dtype)
+        return points[:, None] * self.each + np.arange(self.each, dtype=points.dtype)[None]
 
 
 class DenseOperator(AbstractMatrixOperator):

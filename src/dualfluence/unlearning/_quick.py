@@ -195,7 +195,7 @@ def make_step(
     more = scale * forces + pushed
     k_delta = scale * fixed.n_alpha + (more @ rows).reshape(start.shape)
     force = scale * start + algebra.spread(start, points, more)
-    wanted = xp.where((xp.arange(start.shape[0]) == i)[:, None], -alpha, 0)
+    wanted = xp.where((xp.arange(start.shape[0], dtype=np.int32) == i)[:, None], -alpha, 0)
     delta, drift = _settled(xp, fixed, force, k_delta, kept, wanted)
     return Step(delta, k_delta, drift, C, forces + held)
 
