@@ -202,6 +202,22 @@ def test_reads_of_a_few_queries_are_those_of_the_start():
             assert (model.asked == warm) == (rows <= 8)
 
 
+def test_a_model_without_attributions_is_served_all_the_same(monkeypatch):
+    def refused(self, x, y, **_):
+        raise ValueError("attribute: this kernel has none")
+
+    monkeypatch.setattr(Recorder, "attribute", refused)
+    data = TrainingSet(jnp.ones((6, 4)), jax.nn.one_hot(jnp.arange(6) % 2, 2), np.ones(6))
+    desk = NoDesk()
+    desk.engine = SimpleNamespace(fitted=Recorder(data, SoftmaxCrossEntropy()))
+    with TestClient(make_app(desk, TOKEN)) as client:
+        body = {"x": [[1.0] * 4], "y": [0]}
+        answer = client.post("/attribute", json=body, headers=BEARER)
+        assert answer.status_code == 400
+        assert "has none" in answer.json()["error"]
+        assert client.post("/predict", json={"x": body["x"]}, headers=BEARER).status_code == 200
+
+
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
     p = problems.linear_problem(16, 2, 24, "softmax", ridge=0.1)

@@ -6,7 +6,7 @@ as it stands when they start. What reads run is compiled before the first reques
 
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -139,7 +139,9 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         if warm:
-            await in_pool(service.readers, service.warm_up)
+            # Where a model has no attribution, each request for one is answered with the reason.
+            with suppress(Refused):
+                await in_pool(service.readers, service.warm_up)
         yield
         service.stop()
 
