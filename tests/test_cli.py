@@ -122,6 +122,7 @@ def test_demo_compares_every_method_with_retraining(result):
     json.dumps(result)
 
 
+@pytest.mark.thorough
 def test_demo_tells_which_points_and_which_labels(story):
     wrong_first = (False, True)
     assert 0.2 < story["test_accuracy"] <= 1
@@ -162,7 +163,12 @@ def check_page(result, folder):
     assert page.count('class="card') == digits + len(story["labels"]["suspects"])
     assert page.count("data:image/png;base64,") == page.count('class="card') + 4  # the plots
     # Digits and labels come first, the comparison after them.
-    parts = ("Which digits made this answer", "Which labels are wrong?", "times as long", "<table")
+    parts = (
+        "Which digits made these answers",
+        "Which labels are wrong?",
+        "times as long",
+        "<table",
+    )
     assert list(parts) == sorted(parts, key=page.index)
     assert "http" not in page
     assert page.count("<tr") == 1 + len(result["outcomes"])
@@ -174,7 +180,19 @@ def test_demo_page_is_self_contained(result, tmp_path):
     check_page(result, tmp_path)
 
 
-def test_a_page_is_made_of_a_story_and_numbers(story, tmp_path):
+def told():
+    """What the demo would tell of one query and two labels."""
+    strip = [{"index": i, "label": i % 10, "effect": 0.5 - i / 4} for i in range(3)]
+    query = {"test_index": 3, "label": 3, "answer": 6, "helpful": strip, "harmful": strip[:2]}
+    suspects = [
+        {"index": 4, "given": 7, "truth": 4, "said": 4, "wrong": True},
+        {"index": 9, "given": 9, "truth": 9, "said": 4, "wrong": False},
+    ]
+    labels = {"flipped": 3, "auc": 0.9, "suspects": suspects}
+    return {"test_accuracy": 0.4, "queries": [query], "labels": labels}
+
+
+def test_a_page_is_made_of_a_story_and_numbers(tmp_path):
     timing = {"first": None, "repeat": 0.5, "repeats": 1}
     numbers = {"error": 0.02, "certificate": 0.1, "iterations": 7, "timing": timing, "removed": 3}
     accuracies = {"forget_accuracy": 0.5, "test_accuracy": 0.7}
@@ -186,7 +204,7 @@ def test_a_page_is_made_of_a_story_and_numbers(story, tmp_path):
     gain = {"points": 30, "first": 9.0, "repeat": 0.25, "retrained": 8, "each": 0.5, "ratio": 60.0}
     config = {"points": 30, "outputs": 10, "network": "784-16-10", "parameters": 12_730}
     result = {
-        "story": story,
+        "story": told(),
         "gain": gain | {"error": 0.01},
         "outcomes": outcomes,
         "config": config | {"ridge": 1e-3, "dtype": "float32"},
@@ -197,6 +215,10 @@ def test_a_page_is_made_of_a_story_and_numbers(story, tmp_path):
     check_page(result, tmp_path)
     page = (tmp_path / "index.html").read_text()
     assert "<b>60 times as long</b>" in page
+    assert "truth 3<br>model: <b>6 ✗</b>" in page
+    assert "labelled 7<br>model: 4<br><b>truth 4 ✗</b>" in page
+    assert "labelled 9<br>model: 4<br><b>truth 9 ✓</b>" in page
+    assert "<b>1\nare wrong</b>" in page
     assert "for all 30 that is 15 s" in page
 
 

@@ -46,7 +46,7 @@ def _page(result: dict[str, Any]) -> str:
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>dualfluence demo</title>
 <style>{STYLE}</style></head><body>
-<h1>Which digits made this answer, and which labels are wrong?</h1>
+<h1>Which digits made these answers, and which labels are wrong?</h1>
 {_story(result["story"], config)}
 <h2>What this costs beside retraining</h2>
 <p class="lead">{gain_in_words(result["gain"], "<b>{}</b>")}</p>
@@ -101,9 +101,9 @@ def _story(story: dict[str, Any], config: dict[str, Any]) -> str:
     )
     right, shown = 100 * story["test_accuracy"], len(labels["suspects"])
     return f"""<p>A network was fitted to {config["points"]} digits and reads {right:.0f} % of 2,000 fresh
-ones rightly. Two of those stand on the left, beside the training digits that helped the answer most (<b
-class="helpful">helpful</b>: without one the loss rises by the number below it) and those that harmed it most
-(<b class="harmful">harmful</b>: without one the loss falls).</p>{strips}
+ones rightly. Two of those, framed in black, are shown with the training digits that helped the answer
+most (<b class="helpful">helpful</b>: without one the loss rises by the number below it) and those that harmed
+it most (<b class="harmful">harmful</b>: without one the loss falls).</p>{strips}
 <h2>Which labels are wrong?</h2>
 <p>{labels["flipped"]} of {config["points"]} labels were made wrong on purpose. Each label was judged by the
 model trained without its digit, all of them in one go. Of the {shown} most suspicious, shown here, <b>{wrong}
