@@ -29,7 +29,7 @@ def main(extent: str, bits: int, *words: str) -> dict:
     from ordinary import rows, table  # noqa: F401
 
     warnings.simplefilter("error")
-    calls, failures, slow = 0, [], []
+    calls, failures = 0, []
     chosen = [
         r for r in table.ROWS if not words or any(w in name for w in words for name in r.names)
     ]
@@ -40,13 +40,12 @@ def main(extent: str, bits: int, *words: str) -> dict:
             for row in part:
                 start = time.process_time()
                 error = failure(row, case)
-                slow.append((time.process_time() - start, row.check.__name__, sizes))
+                seconds = time.process_time() - start
                 calls += len(row.names)
+                if os.environ.get("ORDINARY") == "--each":
+                    print(f"{seconds:.2f} s {row.check.__name__} {sizes} {error or ''}", file=sys.stderr)
                 if error is not None:
                     failures.append([row.check.__name__, *sizes, f"float{bits}", error])
-    if "--slow" in os.environ.get("ORDINARY", ""):
-        for seconds, name, sizes in sorted(slow, reverse=True)[:25]:
-            print(f"{seconds:.2f} s {name} {sizes}", file=sys.stderr)
     return {"calls": calls, "seconds": round(time.process_time(), 1), "failures": failures}
 
 

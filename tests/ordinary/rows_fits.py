@@ -66,8 +66,9 @@ def a_fit_of_classes(at):
         delta = trained(at, name)
         same_model(at, fitted, delta, 2)
         certified(at, fitted, delta)
-    alone = dfl.fit(at.model, at.x, np.zeros(at.n, int), loss=dfl.SoftmaxCrossEntropy(), ridge=1.0)
     if at.c == 1:  # one class has nothing to learn
+        labels = np.zeros(at.n, int)
+        alone = dfl.fit(at.model, at.x, labels, loss=dfl.SoftmaxCrossEntropy(), ridge=1.0)
         at.close(alone.outputs, at.f0)
 
 

@@ -90,7 +90,7 @@ def scores_in_parameter_space(at):
     common, rtol = options(at)
     want = first_order(at)
     exact = [primal.CG(**rtol), primal.Arnoldi(rank=60), primal.Nystrom(rank=60)]
-    depth = primal.LiSSA(depth=3000)
+    depth = primal.LiSSA(depth=2000)
     for solver in (*exact, depth):
         assert isinstance(solver, primal.AbstractPrimalSolver)
         assert callable(solver.prepare)
