@@ -34,7 +34,10 @@ OTHERS = [
 NUMBER = re.compile(r"-?\d+\.?\d*(?:e[+-]?\d+)?")
 DISTANCES = re.compile(r"(\S+): (\S+) from retraining, certified (\S+)")
 
-MENDED_ELSEWHERE = {("README.md", 32): "cannot be reached"}
+MENDED_ELSEWHERE = {
+    ("README.md", 32): "cannot be reached",
+    ("adapters.md", 32): "fit: stopped after",
+}
 """Journeys that end at a defect which other work is mending, and its words. Empty once that is merged."""
 
 
@@ -118,7 +121,17 @@ checkpoints = [nnx.Linear(4, 3, rngs=nnx.Rngs(seed)) for seed in range(3)]
     ),
     (2,): (
         "torchax",
-        "import torch\nmodel, weight_decay = torch.nn.Linear(4, 3), 1e-2\nimport dualfluence as dfl\n",
+        """
+import torch
+import dualfluence as dfl
+model, weight_decay = torch.nn.Linear(4, 3), 1e-2
+optimiser = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=weight_decay)
+points, labels = torch.from_numpy(x), torch.from_numpy(y)
+for _ in range(1000):
+    optimiser.zero_grad()
+    torch.nn.functional.cross_entropy(model(points), labels).backward()
+    optimiser.step()
+""",
     ),
     (4,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
 }
@@ -133,12 +146,12 @@ checkpoints = [nnx.Linear(4, 3, rngs=nnx.Rngs(seed)) for seed in range(3)]
     ],
     ids=["flax", "torch", "scikit-learn"],
 )
-@pytest.mark.parametrize("bits", [32, 64])
-def test_models_of_other_frameworks(tmp_path, blocks, bits):
+def test_models_of_other_frameworks(tmp_path, blocks):
+    """The page leaves JAX as it comes."""
     package, text = PREAMBLES[blocks]
     pytest.importorskip(package)
     (tmp_path / "preamble.py").write_text(POINTS + text)
-    journey(tmp_path, DOCS / "adapters.md", bits, tmp_path / "preamble.py", blocks)
+    journey(tmp_path, DOCS / "adapters.md", 32, tmp_path / "preamble.py", blocks)
 
 
 def test_every_block_of_the_adapters_has_a_journey():
