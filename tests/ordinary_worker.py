@@ -43,7 +43,10 @@ def main(extent: str, bits: int, *words: str) -> dict:
                 seconds = time.process_time() - start
                 calls += len(row.names)
                 if os.environ.get("ORDINARY") == "--each":
-                    print(f"{seconds:.2f} s {row.check.__name__} {sizes} {error or ''}", file=sys.stderr)
+                    print(
+                        f"{seconds:.2f} s {row.check.__name__} {sizes} {error or ''}",
+                        file=sys.stderr,
+                    )
                 if error is not None:
                     failures.append([row.check.__name__, *sizes, f"float{bits}", error])
     return {"calls": calls, "seconds": round(time.process_time(), 1), "failures": failures}

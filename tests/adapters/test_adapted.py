@@ -136,3 +136,18 @@ def test_what_plain_sgd_does_not_say_is_refused(groups, message):
 def test_too_few_rates_are_refused():
     with pytest.raises(ValueError, match="each of 4 steps"):
         dfl.adapters.sgd_record([0.1, 0.1], [4])
+
+
+def test_keras_without_its_backend_is_told_from_no_keras(monkeypatch):
+    from dualfluence.adapters import _keras
+
+    def fails(*unused):
+        raise ImportError("needs keras") from ModuleNotFoundError("No module named 'tensorflow'")
+
+    monkeypatch.setattr(_keras, "need", fails)
+    monkeypatch.setattr(_keras, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match="needs keras"):
+        dfl.adapters.from_keras(None)
+    monkeypatch.setattr(_keras, "find_spec", lambda name: name)
+    with pytest.raises(ImportError, match=r"tensorflow.*KERAS_BACKEND=jax"):
+        dfl.adapters.from_keras(None)

@@ -1,6 +1,7 @@
 """Models of frameworks: the same outputs, and the way back."""
 
 import importlib.util
+import os
 
 import equinox as eqx
 import jax
@@ -65,6 +66,7 @@ def modules_of_flax(at):
 @row("adapters.from_haiku", "adapters.from_keras", "adapters.from_torch", once=True)
 def frameworks_that_are_not_there(at):
     """Where the framework is installed, `tests/adapters` asks more."""
+    os.environ.setdefault("KERAS_BACKEND", "jax")
     calls = {
         "haiku": lambda: adapters.from_haiku(None, None),
         "keras": lambda: adapters.from_keras(None),

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 from jaxtyping import Array, PyTree
@@ -24,7 +25,7 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
 
     **Returns:** `Adapted`; `restore` gives a Keras model.
     """
-    keras = need("keras", "from_keras", "keras")
+    keras = _import_keras()
     check_model("from_keras", model, keras.Model, "a keras.Model")
     _check_ready(keras, model)
     options = evaluation_flags(model.call, call)
@@ -56,6 +57,19 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
         return model.stateless_call(*listed(tree), x, **options)[0]
 
     return adapt("Keras", apply, read(model), trainable, read, rebuild)
+
+
+def _import_keras() -> Any:
+    """Keras, or an error that tells a missing package from a missing backend."""
+    try:
+        return need("keras", "from_keras", "keras")
+    except ImportError as error:
+        if find_spec("keras") is None:
+            raise
+        raise ImportError(
+            f"from_keras: Keras is installed but cannot be imported ({error.__cause__}). Set "
+            "KERAS_BACKEND=jax in the environment before Keras is imported: by default it wants TensorFlow."
+        ) from error
 
 
 def _check_ready(keras: Any, model: Any) -> None:
