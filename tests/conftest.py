@@ -92,6 +92,11 @@ they have been read for it; `DUALFLUENCE_TEST_STRICT=1` shows what they need, ne
 (`users.ordinary`). Tests marked `ordinary` run code of others."""
 
 
+def pytest_itemcollected(item):
+    if item.get_closest_marker("ordinary"):
+        item.add_marker(pytest.mark.filterwarnings("default"))  # others' warnings are theirs
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     marks = {mark.name for mark in item.iter_markers()}

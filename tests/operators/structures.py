@@ -55,7 +55,7 @@ class Toeplitz(ops.AbstractKernelOperator):
 
     def dense(self):
         i = jnp.arange(self.num_points)
-        return jnp.kron(self.column[jnp.abs(i[:, None] - i)], jnp.eye(self.c))
+        return jnp.kron(self.column[jnp.abs(i[:, None] - i[None])], jnp.eye(self.c))
 
 
 def on_a_line(x1, x2):
