@@ -187,16 +187,23 @@ def test_a_loss_with_a_class_of_its_own_comes_back(tmp_path):
     assert cases.same_state(again, fitted)
 
 
-def test_wide_numbers_are_not_narrowed_in_silence(case, tmp_path):
+def test_a_file_in_float64_stays_in_float64_without_64_bit_types(case, tmp_path):
     p, fitted = case
     fitted.save(tmp_path / "a.npz")
     model = cases.model(p)
+    want = fitted.predict(p.x[:3])
     jax.config.update("jax_enable_x64", False)
     try:
-        with pytest.raises(ValueError, match="32-bit mode"):
-            dfl.load(tmp_path / "a.npz", model)
+        again = dfl.load(tmp_path / "a.npz", model)
+        assert again.is_wide
+        got = again.predict(p.x[:3])
+        assert got.dtype == jnp.float32
+        after = again.edit(dfl.Remove([1]), until=1e-6)
+        assert after.certificate.distance_bound <= 1e-6
     finally:
         jax.config.update("jax_enable_x64", True)
+    assert np.array_equal(again.alpha, fitted.alpha)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

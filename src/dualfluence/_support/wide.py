@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+from .checks import NotFinite
+
 P = ParamSpec("P")
 S = TypeVar("S")
 T = TypeVar("T")
@@ -67,8 +69,16 @@ def _wider(leaf: Any) -> Any:
 
 
 def _narrower(leaf: Any) -> Any:
-    wide = isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64
-    return leaf.astype(jnp.float32) if wide else leaf
+    if not (isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64):
+        return leaf
+    narrow = leaf.astype(jnp.float32)
+    if bool((jnp.isfinite(leaf) & ~jnp.isfinite(narrow)).any()):
+        raise NotFinite(
+            "a number overflows float32, in which it is handed out: "
+            f"{float(jnp.max(jnp.abs(leaf))):.3g}. Scale features and targets, or call "
+            "jax.config.update('jax_enable_x64', True) first."
+        )
+    return narrow
 
 
 def _is_float_array(leaf: Any) -> bool:

@@ -17,7 +17,7 @@ from ..losses import AbstractLoss
 from ..models._checks import check_network
 from ..models._options import KernelArgument, KernelOptions, kernel_options
 from ..models._sources import AbstractSource, as_source
-from ..operators import AbstractKernelOperator
+from ..operators import AbstractKernelOperator, widen
 from ..operators._layout import Device
 from ..problem._certificate import Certificate
 from ..problem._objective import State
@@ -185,4 +185,8 @@ def kernel_operator(
     if network is not None:
         c = check_network(network, features, options.num_outputs)
     dtype = network.dtype if network is not None else jnp.result_type(float)
-    return make_operator("kernel_operator", source, features, c, options, dtype, progress)[0]
+    op = make_operator("kernel_operator", source, features, c, options, dtype, progress)[0]
+    if not options.refine:
+        return op
+    with double():
+        return widen(op)

@@ -32,7 +32,7 @@ from ._readout import Reference
 from ._record import Clock, Stats
 from ._setup import place_source, prepare, rounding_unit
 from ._sketch import Sketch, as_sketch, make_preconditioner
-from ._wide import WIDENED, start_norm, starts_wide, widening
+from ._wide import WIDENED, kept_operator, start_norm, starts_wide, widening
 
 FOUND_LINEAR = (
     "found linear at the parameters tried: every answer is compared with the network itself"
@@ -106,7 +106,11 @@ def from_trained(
         return fitted
     # In float64 from the start: from the caller's own numbers, and with `J`, `K` and the gap in it.
     with double():
-        return _taken_over(model.widened(), trained_params, x, y, loss, how)
+        kept = kept_operator(fitted)
+        if kept is not None:
+            how = how._replace(options=KernelOptions(operator=kept))
+        again = _taken_over(model.widened(), trained_params, x, y, loss, how)
+        return replace(again, widening=fitted.widening)
 
 
 class _How(NamedTuple):

@@ -183,7 +183,8 @@ def check_given(
     where = np.unique(np.linspace(0, n - 1, PROBES).astype(int))
     own = source.operator(x[where], num_outputs, form="auto", progress=False).diagonal()
     given = op_diagonal(op.narrow)[where]
-    worst, size = float(jnp.max(jnp.abs(own - given))), float(jnp.max(jnp.abs(own)))
+    size = float(jnp.max(jnp.abs(own)))
+    worst = float(jnp.max(jnp.abs(own - given.astype(own.dtype))))
     if worst > KERNEL_SLACK * size:
         raise ValueError(
             f"{what}: kernel is not the kernel of this model and these points: its diagonal at "

@@ -35,7 +35,7 @@ LOOSE = 1e-5
 """Relative bound above which a float32 answer that is all rounding is computed again on a CPU. A hundredth
 of it is about what float32 can tell from the truth."""
 
-WIDENED = "float32 data, dual variables and outputs in float64"
+WIDENED = "float32 data, residuals and dual variables in float64"
 
 
 def is_wide(op: AbstractKernelOperator | None) -> bool:
@@ -150,13 +150,22 @@ def _widened(model: Trained) -> Trained:
         )
 
 
+def kept_operator(model: TrainedModel) -> AbstractKernelOperator | None:
+    """`K` in float32 with float64 products, where it is not to be computed anew; in a `double` scope."""
+    own = model.kernel_op
+    if own.follows_points:
+        return None
+    keep = model.widening in ("as stored", "at once") or 2 * own.num_bytes > memory_budget()
+    return widen(own) if keep else None
+
+
 def _operator(model: TrainedModel, source: AbstractSource) -> AbstractKernelOperator:
     """`K` in float64, or the one in float32 with wide products."""
-    own, x, c = model.kernel_op, model.data.x, model.num_outputs
-    if own.follows_points:
-        return source.operator(x, c, form="matrix-free", progress=False)
-    keep = model.widening in ("as stored", "at once") or 2 * own.num_bytes > memory_budget()
-    return widen(own) if keep else source.operator(x, c, form="dense", progress=False)
+    form = "matrix-free" if model.kernel_op.follows_points else "dense"
+    kept = kept_operator(model)
+    if kept is not None:
+        return kept
+    return source.operator(model.data.x, model.num_outputs, form=form, progress=False)
 
 
 def _reference(model: TrainedModel, source: AbstractSource) -> Reference | None:

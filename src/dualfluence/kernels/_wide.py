@@ -24,7 +24,9 @@ class Widened:
     dtypes: tuple[str | None, ...]
 
     def __call__(self, params: Any, x: Any) -> Any:
-        return self.fn(params, widened(x))
+        # A number of float32 that the function closes over meets float64 here, also under strict promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            return self.fn(params, widened(x))
 
     def narrow(self, params: PyTree) -> PyTree:
         """Parameters in the dtypes in which they were given."""

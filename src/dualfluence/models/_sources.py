@@ -330,7 +330,8 @@ class WideKernel(eqx.Module):
     fn: Any
 
     def __call__(self, x1: Any, x2: Any, **options: Any) -> Array:
-        return self.fn(widened(x1), widened(x2), **options)
+        with jax.numpy_dtype_promotion("standard"):
+            return self.fn(widened(x1), widened(x2), **options)
 
 
 class GivenKernel(eqx.Module):

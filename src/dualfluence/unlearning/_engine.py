@@ -223,8 +223,9 @@ def _settled(
     how: str,
 ) -> Work:
     """The work with a state whose certificate is the dual variables' own, widened by the gap."""
-    fitted = work.fitted
-    certificate = fitted._widened(certificate)
+    fitted, old = work.fitted, work.fitted.certificate
+    reading = fitted._reading(certificate.parameter_norm)
+    certificate = replace(certificate, gap=old.gap, certified=old.certified, reading=reading)
     stats = fitted.stats._replace(edits=fitted.stats.edits + 1)
     model = replace(fitted, data=data, state=state, certificate=certificate, stats=stats)
     return work._replace(fitted=model, how=how)
