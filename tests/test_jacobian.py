@@ -9,9 +9,6 @@ import cases
 import dualfluence as dfl
 import gates
 
-# Parameters that nobody trained are taken over here: how far they are from an optimum does not matter.
-pytestmark = pytest.mark.filterwarnings("ignore::dualfluence.FidelityWarning")
-
 SIZES = (4, 6, 3)
 EDITS = {
     "remove": lambda x, y: dfl.Remove([0, 3, 5]),
