@@ -126,7 +126,18 @@ for _ in range(1000):
     optimiser.step()
 """,
     ),
-    (4,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
+    (4,): (
+        "sklearn",
+        """
+import dualfluence as dfl
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+X, y = x, (y > 0).astype(int)
+X_test, y_test = xq, (yq > 0).astype(int)
+""",
+    ),
+    (5,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
 }
 
 
@@ -136,8 +147,9 @@ for _ in range(1000):
         pytest.param((1, 3), marks=pytest.mark.thorough),
         pytest.param((2,), marks=pytest.mark.frameworks),
         pytest.param((4,), marks=pytest.mark.frameworks),
+        pytest.param((5,), marks=pytest.mark.frameworks),
     ],
-    ids=["flax", "torch", "scikit-learn"],
+    ids=["flax", "torch", "scikit-learn taken over", "scikit-learn estimators"],
 )
 def test_models_of_other_frameworks(tmp_path, blocks):
     """The page leaves JAX as it comes."""

@@ -123,7 +123,7 @@ def test_a_scale_may_be_a_prefix_a_rule_or_free():
     assert scales({"head": {"w": None, "b": "free"}, "body": 2}) == [2.0, 1e7, None]
     assert scales(lambda path, leaf: "free" if leaf.ndim == 1 else 1) == [1e7, 1e7, None]
     narrow = jax.tree.map(lambda a: a.astype(jnp.float32), tree)
-    assert [float(s) for s in dfl.linearize(fn, narrow, scale="free").scale] == [1e3] * 3
+    assert [float(s) for s in dfl.linearize(fn, narrow, scale="free").scale] == [1e7] * 3
 
 
 @pytest.mark.parametrize(

@@ -135,3 +135,25 @@ if f"adapters.{CLASSIFIER}" in names_to_call():
             at.close(made.predict_proba(np.asarray(at.xq)), want, 10)
 
     assert jnp is not None
+
+
+@row("adapters.from_sklearn", "adapters.to_sklearn", shared=True)
+def a_model_of_scikit_learn(at):
+    if importlib.util.find_spec("sklearn") is None:
+        with raises(ImportError, "sklearn"):
+            adapters.from_sklearn(None, at.x, at.y)
+        with raises(ImportError, "sklearn"):
+            adapters.to_sklearn(at.fitted, None)
+        return
+    from sklearn.linear_model import Ridge
+
+    x, y = np.asarray(at.x, float), np.asarray(at.y, float)
+    alone = Ridge(alpha=0.1 * at.n, fit_intercept=False).fit(x, y)
+    taken = adapters.from_sklearn(alone, x, y)
+    at.close(
+        taken.predict(x), x @ np.linalg.solve(x.T @ x / at.n + 0.1 * np.eye(at.d), x.T @ y / at.n)
+    )
+    back = adapters.to_sklearn(taken, alone)
+    np.testing.assert_allclose(
+        np.reshape(back.coef_, -1), np.reshape(alone.coef_, -1), rtol=1e-4, atol=1e-6
+    )

@@ -192,7 +192,7 @@ def measures_of_scores(at):
 )
 def retrained_truth(at):
     masks = np.ones((1, 1), bool) if at.n < 2 else evaluate.random_masks(at.n, 2, seed=1)
-    found = evaluate.retrain_linearised(at.fitted, masks, at.xq, at.yq)
+    found = evaluate.retrain_linearised(at.fitted, masks, at.xq, at.yq, relative=at.rtol / 10)
     assert isinstance(found, evaluate.Truth)
     want = []
     for keep in masks:

@@ -59,8 +59,17 @@ def kernels_of_a_network(at):
     "Linearized.arithmetic_eps",
     "Linearized.notes",
     "Linearized.batch",
+    "Linearized.size",
+    "Linearized.widening",
+    "Linearized.widened",
 )
 def facts_about_a_network(at):
+    at.close(at.model.size, np.linalg.norm(at.theta))
+    assert at.model.widening is None
+    if at.bits == 64:
+        wide = at.model.widened()
+        assert wide.widening is not None
+        at.close(wide.base_outputs(at.x), at.f0)
     theta, rest = at.model.split(at.params)
     np.testing.assert_array_equal(flat(theta), at.theta)
     np.testing.assert_equal(jax.tree.leaves(rest), [])

@@ -35,7 +35,9 @@ def options(at):
 @row("primal.influence")
 @row(
     *each(
-        "primal", "PrimalUpdate", "params predict delta_params delta_outputs delta_loss delta_norm"
+        "primal",
+        "PrimalUpdate",
+        "params predict delta_params delta_outputs delta_loss delta_norm is_wide",
     )
 )
 def influence_of_a_removal(at):
@@ -50,6 +52,7 @@ def influence_of_a_removal(at):
         update = call(dfl.Remove([0]))
         after = trained(at, weights=np.concatenate([[0.0], np.ones(at.n - 1)]))
     assert isinstance(update, primal.PrimalUpdate)
+    np.testing.assert_equal(update.is_wide, at.bits == 32)
     at.close(flat(update.params()), at.theta + after)
     at.close(update.predict(at.xq), at.f0q + at.Jq @ after)
     if at.n == 1:  # the mean over one point does not feel its weight
@@ -66,7 +69,7 @@ def influence_of_a_removal(at):
 
 @row("primal.influence", once=True)
 def the_tolerance_of_the_paper(at):
-    """`rtol=1e-8` by default: float32 says that it cannot, and how to go on."""
+    """`rtol=1e-8` by default: a float32 model reaches it in float64, and in float32 says that it cannot."""
     theta, _ = optimum(at)
     common, _ = options(at)
 
@@ -75,12 +78,9 @@ def the_tolerance_of_the_paper(at):
             at.model, theta, at.x, at.y, dfl.Reweight([0], [0.5]), **common, **more
         )
 
-    if at.bits == 64 or at.n == 1:
-        call()
-        return
-    with raises(dfl.NotConverged, "rtol"):
-        call()
-    assert not call(on_failure="report").stats.converged
+    assert call().stats.residual <= 1e-7
+    if at.bits == 32 and at.n > 1:
+        assert not call(on_failure="report").stats.converged
 
 
 @row("primal.attribute")

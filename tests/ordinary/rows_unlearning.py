@@ -22,7 +22,7 @@ def within_drift(at, model, delta):
 
 
 @row(*each("unlearning", "Desk", "remove relabel correct add preview retrain model certificate"))
-@row(*each("unlearning", "Desk", "close checkpoint record_publication"), "unlearning.open")
+@row(*each("unlearning", "Desk", "close checkpoint record_publication head"), "unlearning.open")
 @row(
     *each("unlearning", "Answer", "params predict"), *each("unlearning", "Report", "valid summary")
 )
@@ -31,6 +31,7 @@ def a_desk(at):
     path, y = at.folder / "desk", np.asarray(at.y, float)
     desk = unlearning.open(path, at.fitted)
     assert isinstance(desk, unlearning.Desk)
+    np.testing.assert_equal(desk.head, desk.ledger.last_hash)
     same_model(at, desk.model, trained(at))
     answer = desk.relabel("0", at.yq[:1], until=None)
     assert isinstance(answer, unlearning.Answer)
@@ -85,7 +86,7 @@ def an_engine(at):
     within_drift(at, engine.fitted, trained(at, weights=left))
 
 
-@row(*each("unlearning", "Ledger", "append close last_hash"), "unlearning.LedgerError")
+@row(*each("unlearning", "Ledger", "append close last_hash check_head"), "unlearning.LedgerError")
 @row(
     "unlearning.erase_references",
     "unlearning.write_documents",
@@ -104,10 +105,14 @@ def a_ledger_and_its_documents(at):
     assert "Certificate" in papers["html"].read_text()
     unlearning.erase_references(folder / "ledger.jsonl", [line["sequence"]])
     again = unlearning.Ledger(folder / "ledger.jsonl")
+    again.check_head(line["hash"])
+    with raises(unlearning.LedgerError, "0" * 12):
+        again.check_head("0" * 64)
     np.testing.assert_equal(again.last_hash, line["hash"])
     assert again.lines[-1]["references"] is None
-    again.append(kind="note")
-    np.testing.assert_equal(len(again.lines), line["sequence"] + 1)
+    with raises(unlearning.LedgerError, "it has no count"):
+        again.append(kind="note")
+    np.testing.assert_equal(len(again.lines), line["sequence"])
     again.close()
     if importlib.util.find_spec("model_signing") is None:
         with raises(ImportError, r"dualfluence\[signing\]"):

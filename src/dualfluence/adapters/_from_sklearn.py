@@ -126,6 +126,7 @@ def to_sklearn(model: Fitted | Update[Any], estimator: Any) -> Any:
     - `model`: what `from_sklearn` returned, or an update of it.
     - `estimator`: the estimator or pipeline given to `from_sklearn`; it stays as it is.
     """
+    need("sklearn", "to_sklearn", "sklearn")
     params = model.params()
     restored = copy.deepcopy(estimator)
     last = _last(restored)

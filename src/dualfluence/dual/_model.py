@@ -79,6 +79,7 @@ class TrainedModel(DualModel):
     def num_outputs(self) -> int:
         return self.offset.shape[1]
 
+    @in_own_precision
     def problem(self, data: TrainingSet | None = None) -> Problem:
         """The objective on this training set, or on an edited one with the same rows."""
         data = data or self.data
@@ -125,6 +126,7 @@ class TrainedModel(DualModel):
             )
         return (until - gap - reading) * (1 - 4 * float(np.finfo(float).eps))
 
+    @in_own_precision
     def without_spare_rows(self: "Trained") -> "Trained":
         """The same model with exactly one row per training point, as a fit from scratch has."""
         n, layout, pre = self.data.num_points, self.layout, self.preconditioner

@@ -1,6 +1,7 @@
 """Reading a model out of its dual variables: parameters, predictions, changes."""
 
 import abc
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import OVERFLOW, check_finite
 from .._support.compile import filter_jit
 from .._support.options import check_flag
-from .._support.wide import in_own_precision
+from .._support.wide import double, in_own_precision
 from ..kernels._linearized import Linearized
 from ..models._sources import AbstractSource
 from ..operators._layout import Layout, whole
@@ -63,6 +64,14 @@ class DualModel(abc.ABC):
     def is_wide(self) -> bool:
         """Whether dual variables and outputs are in float64, also where the caller has only float32."""
         return self.state.alpha.dtype == np.float64
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """A scope for computing with raw fields (`state`, `kernel_op`, …) in the model's own precision.
+
+        It switches 64-bit types on for a model that keeps its dual variables in float64. Everything else
+        (`alpha`, `params()`, `predict` and the like) takes care of that by itself.
+        """
+        return double(self.is_wide)
 
     @property
     @abc.abstractmethod

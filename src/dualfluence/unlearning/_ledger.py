@@ -142,8 +142,15 @@ def check_line(raw: bytes, number: int, before: str) -> dict[str, Any]:
     return fields
 
 
+NEEDED = ("kind", "count", "retained", "points", "model_before", "model_after")
+"""Fields that a line is held to by the line before it."""
+
+
 def contradiction(line: dict[str, Any], last: dict[str, Any] | None) -> str | None:
     """What a line says that cannot be true after the line before it, in words; hashes do not see it."""
+    missing = [name for name in NEEDED if name not in line]
+    if missing:
+        return f"it has no {', '.join(missing)}"
     kind, count = line["kind"], line["count"]
     if (last is None) != (kind == "open"):
         return "only the first line opens a ledger"

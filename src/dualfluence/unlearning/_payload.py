@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from .._support.files import FileError, write_atomically
+from .._support.wide import in_own_precision
 from ..dual._file import name_of
 from ..dual._fitted import Fitted
 from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace
 from ._ledger import LedgerError, digest
 
 
+@in_own_precision
 def digest_of(fitted: Fitted, root: str = "") -> str:
     """SHA-256 of what the model is, given its kernel: loss, ridge, weights, dual variables and offsets.
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
+from .._support.wide import in_own_precision
 from ..dual._fitted import Fitted
 from ..kernels._scale import Shifted
 from ._desk import Desk
@@ -155,6 +156,7 @@ def epsilon_of(mu: float, delta: float) -> float:
     return high
 
 
+@in_own_precision
 def perturbed_params(model: Fitted, sigma: float, rng: np.random.Generator) -> PyTree:
     """Parameters with noise in the norm that the certificate speaks of."""
     network = model.source.network
@@ -175,6 +177,7 @@ def perturbed(params: PyTree, sigma: float, rng: np.random.Generator) -> PyTree:
     return jax.tree.map(noisy, params)
 
 
+@in_own_precision
 def perturbed_outputs(
     model: Fitted, xq: Any, sigma: float, rng: np.random.Generator
 ) -> Float[Array, "q c"]:

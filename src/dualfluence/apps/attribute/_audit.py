@@ -7,6 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..._support.wide import in_own_precision
 from ...dual._fitted import Fitted
 from ...metrics import accuracy
 from ._data import Data, fit_model
@@ -56,6 +57,7 @@ def audit(
     }
 
 
+@in_own_precision
 def isolation(fitted: Fitted) -> np.ndarray:
     """`1 − max_j |k(i, j)|/√(k(i, i) k(j, j))` over other points, traces over outputs."""
     op = fitted.kernel_op.narrow
@@ -79,5 +81,6 @@ def _groups(data: Data) -> dict[str, np.ndarray]:
     return {"targets above the median": np.flatnonzero(half), "the rest": np.flatnonzero(~half)}
 
 
+@in_own_precision
 def _targets(fitted: Fitted, yq: np.ndarray) -> Any:
     return fitted.loss.prepare_targets(yq, fitted.num_outputs, fitted.offset.dtype)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from ..._support.wide import in_own_precision
 from ...dual._fitted import Fitted
 
 BLOCK = 8
@@ -17,6 +18,7 @@ a little off is still an axis."""
 Product = Callable[[np.ndarray], np.ndarray]
 
 
+@in_own_precision
 def kernel_map(fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
     r"""Coordinates $(n, 2)$ in the kernel's feature space, and the share of its variance on each axis.
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float
 from ..._support.checks import check_finite
 from ..._support.progress import ProgressFn, Ticker
 from ..._support.show import Shown
+from ..._support.wide import in_own_precision
 from ...dual._fitted import Fitted
 from ...dual._many import columns_at_once, reweighted
 from ...dual._quantity import as_quantity
@@ -57,6 +58,7 @@ def random_masks(n: int, num_subsets: int, *, seed: int, fraction: float = 0.5) 
     return masks
 
 
+@in_own_precision
 def retrain_linearised(
     fitted: Fitted,
     masks: Any,
