@@ -53,10 +53,10 @@ def test_later_requests_are_unchanged(options, tmp_path):
     again = dfl.load(tmp_path / "a.npz", cases.model(p, options.get("dtype", jnp.float64)))
     edits = [dfl.Remove(ALSO), dfl.Add(p.x_q[:1], p.y_q[:1]), dfl.Relabel([0], p.y_q[:1])]
     for edit in edits:
-        want = before.edit(edit, until=1e-7)
+        want = before.edit(edit, until=1e-6)
         for fitted in (after, again):
-            got = fitted.edit(edit, until=1e-7)
-            # Both are within 1e-7 of the same optimum; rows of purged points are zero in both.
+            got = fitted.edit(edit, until=1e-6)
+            # Both are within 1e-6 of the same optimum; rows of purged points are zero in both.
             assert cases.relative(got.params(), want.params()) < 1e-5
             assert not np.asarray(got.alpha)[GONE].any()
     scale = np.abs(before.predict(p.x_q)).max()

@@ -7,6 +7,7 @@ well-posed means; here nearly every draw is.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import truth
@@ -49,8 +50,10 @@ def make_fit(index: int) -> Case:
     pixels = rng.uniform(size=(c, d))[labels] + noise * rng.normal(size=(n + SPARE, d))
     x = (np.clip(pixels, 0, 1) * np.sqrt(PIXELS / d)).astype(dtype)
     model = dfl.linearize(network, _params(rng, d, h, c, dtype))
-    K = np.asarray(model.kernel(jnp.asarray(x), progress=False))
-    f0 = np.asarray(model.base_outputs(jnp.asarray(x)))
+    # A float32 model is computed in float64 where float32 would fall short: the truth is the network's own.
+    wide = dfl.linearize(network, jax.tree.map(lambda a: a.astype("float64"), model.params))
+    K = np.asarray(wide.kernel(jnp.asarray(x, "float64"), progress=False))
+    f0 = np.asarray(wide.base_outputs(jnp.asarray(x, "float64")))
     one_hot = np.eye(c, dtype=truth.LD)[labels]
     flat = K.reshape(K.shape[0] * c, -1)
     phi = stored_factor(((flat + flat.T) / 2).reshape(K.shape))

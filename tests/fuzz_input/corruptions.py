@@ -298,6 +298,7 @@ KINDS: dict[str, list[Corruption]] = {
     "rank": NUMBERS + COUNT_ONLY + TOO_LARGE,
     "name": NAMES,
     "flag": FLAGS,
+    "flag or none": without(FLAGS, "none"),
     "thing": THINGS,
     "option": without(THINGS, "none"),
     "mesh": MESHES,

@@ -58,7 +58,7 @@ def arg(kind: str, good: Any, words: str) -> Argument:
 KERNEL = {
     "num_outputs": arg("count", 1, "num_outputs"),
     "form": arg("name", "dense", "form"),
-    "refine": arg("flag", False, "refine"),
+    "refine": arg("flag or none", False, "refine"),
     "precision": arg("option", jax.lax.Precision.HIGHEST, "precision"),
 }
 SKETCH = {"rank": arg("rank", 2, "rank"), "key": arg("key", key, "key")}

@@ -28,12 +28,19 @@ def has_float64() -> bool:
 
 def double(wanted: bool = True) -> AbstractContextManager[Any]:
     """A scope with 64-bit types, in this thread only; nothing where they are on or not wanted."""
-    if not wanted or has_float64():
-        return nullcontext()
+    return nullcontext() if not wanted or has_float64() else _switched(True)
+
+
+def _switched(on: bool) -> AbstractContextManager[Any]:
     own: Any = getattr(jax, "enable_x64", None)
     if own is None:  # the name that it has in JAX 0.6 and 0.7
         own = importlib.import_module("jax.experimental").enable_x64
-    return own(True)
+    return own(on)
+
+
+def types_of_64_bits(on: bool) -> AbstractContextManager[Any]:
+    """A scope with 64-bit types, or without them."""
+    return double() if on else _switched(False)
 
 
 def widened(tree: PyTree) -> PyTree:

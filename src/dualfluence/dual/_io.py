@@ -16,7 +16,7 @@ from .._support.options import check_loss, check_path, check_progress, maybe
 from .._support.points import Form
 from .._support.progress import ProgressFn
 from .._support.records import from_plain
-from .._support.wide import double
+from .._support.wide import double, narrowed
 from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
 from ..kernels._scale import Shifted
@@ -138,7 +138,7 @@ def _restored(
     with checking(path):
         _check_targets(own_loss, content)
     source = _source(model, content)
-    x = jnp.asarray(arrays["x"])
+    x, narrow = jnp.asarray(arrays["x"]), source
     if arrays["offset"].dtype == np.float64 and source.can_widen:
         source = source.widened(x)
     reference = _reference(source, content)
@@ -147,6 +147,13 @@ def _restored(
         proven = reference.linearised or is_affine(source.network, x)
         reference = replace(reference, proven=proven)
     initial, source = source.network, _at_tangent(source, content, reference)
+    # A refined model has its K in float32, from the network as its user gave it.
+    kept = (
+        content.operator.refined
+        and narrow.can_widen
+        and jnp.dtype(content.operator.dtype) == jnp.float32
+    )
+    at_tangent = _at_tangent(narrow, content, narrowed(reference)) if kept else source
     fitted = Fitted(
         source=source,
         data=_training_set(content),
@@ -154,7 +161,7 @@ def _restored(
         reference=reference,
         loss=own_loss,
         ridge=content.certificate.ridge,
-        kernel_op=_operator(source, content, kernel, progress),
+        kernel_op=_operator(at_tangent, content, kernel, progress),
         offset=jnp.asarray(arrays["offset"]),
         kernel_diagonal=jnp.asarray(arrays["kernel_diagonal"]),
         preconditioner=SpectralPreconditioner(jnp.asarray(arrays["preconditioner"]))

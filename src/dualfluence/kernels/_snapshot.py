@@ -19,6 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._support.trees import is_array
+from .._support.wide import has_float64, types_of_64_bits
 from ._trace import Arithmetic, arithmetic, array_digest, digest, shapes_of, trace
 
 T = TypeVar("T")
@@ -62,6 +63,7 @@ class Snapshot:
     - `args`: shapes of the parameters and of `POINTS` points at which it was traced.
     - `outputs`: shape and dtype of the outputs there.
     - `arithmetic`: the coarsest rounding on the way to them.
+    - `wide`: whether 64-bit types were on.
     """
 
     fn: Callable[..., Any]
@@ -69,6 +71,7 @@ class Snapshot:
     args: tuple[Any, Any] = field(compare=False, repr=False)
     outputs: Any = field(compare=False, repr=False)
     arithmetic: Arithmetic = field(compare=False, repr=False)
+    wide: bool = field(compare=False, repr=False, default_factory=has_float64)
 
     def __call__(self, params: Any, x: Any) -> Any:
         """`fn(params, x)`, or an error where `fn` is no longer what it was."""
@@ -77,7 +80,9 @@ class Snapshot:
 
     def require_unchanged(self) -> None:
         """Raise where `fn` is no longer what it was."""
-        if digest(_trace_exactly(self.fn, self.args)[0]) != self.checksum:
+        with types_of_64_bits(self.wide):  # numbers made inside of `fn` have other types otherwise
+            now = digest(_trace_exactly(self.fn, self.args)[0])
+        if now != self.checksum:
             raise ChangedError(
                 "apply_fn: an array or number that it closes over has changed since this model was"
                 " made, so that old and new results would mix. Call linearize and fit (or kernel)"
