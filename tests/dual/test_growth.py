@@ -76,7 +76,7 @@ def test_a_stream_of_additions_is_a_fit_of_all_points(form, tmp_path):
         fitted = update.commit()
         assert fitted.kernel_op.num_points == rows_for(n + 1, 0)
     new = dfl.Replace([1], x=x[:1] + 0.5)
-    fitted = fitted.edit([new, dfl.Remove([n + 1])], until=1e-10).commit()
+    fitted = fitted.edit([new, dfl.Remove([n + 1])], until=until).commit()
 
     x_all, y_all = np.concatenate([x, x[:1] + 0.5]).astype(dtype), np.append(y, y[1])
     weights = np.ones(n + added + 1)
@@ -85,7 +85,7 @@ def test_a_stream_of_additions_is_a_fit_of_all_points(form, tmp_path):
         want = dfl.fit(source, x_all, y_all, weights=weights, **LOSS)
     else:
         want = scratch(form, tmp_path / "new", x_all, y_all, weights)
-    # Both are certified to within 1e-10 of the optimum of a problem with outputs of order one. The entries
+    # Both are certified to within `until` of the optimum of a problem with outputs of order one. The entries
     # of a float32 kernel, about 20, round by the shapes of their tiles: there the kernels differ by 2e-6.
     slack = 1e-5 if form == "refined" else 1e-9
     np.testing.assert_allclose(fitted.outputs, want.outputs, atol=slack)
