@@ -52,6 +52,7 @@ class Compiled(Generic[P, T]):
 
     def __init__(self, fn: Callable[P, T], transform: Callable[..., Any]) -> None:
         self._fn, self._transform = fn, transform
+        self._made: dict[Any, Any] = {}
         self.__name__, self.__doc__ = getattr(fn, "__name__", "compiled"), fn.__doc__
         self.__wrapped__ = fn
 
@@ -59,21 +60,26 @@ class Compiled(Generic[P, T]):
     def _inner(self) -> Callable[P, T]:
         return self._transform(self._fn)
 
-    @cached_property
+    @property
     def outermost(self) -> Any:
         """The compiled function that calls from outside go to."""
-        if not self._on_gpu:
-            return self._inner
-        return self._transform(self._fn, compiler_options=gpu_options())
+        return self._with(gpu_options()) if self._on_gpu else self._inner
+
+    def _with(self, options: dict[str, Any]) -> Any:
+        """The function under these options: those of float64 differ, and a process may use both."""
+        key = tuple(sorted(options.items()))
+        if key not in self._made:
+            self._made[key] = self._transform(self._fn, compiler_options=options)
+        return self._made[key]
 
     @cached_property
     def _on_gpu(self) -> bool:
         return jax.default_backend() == "gpu"
 
-    @cached_property
+    @property
     def untuned(self) -> Any:
         """The same for arguments so large that trial runs on copies of them would not fit."""
-        return self._transform(self._fn, compiler_options=gpu_options() | UNTUNED_OPTIONS)
+        return self._with(gpu_options() | UNTUNED_OPTIONS)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         leaves = jax.tree.leaves((args, kwargs))
