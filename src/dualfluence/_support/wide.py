@@ -49,8 +49,9 @@ def widened(tree: PyTree) -> PyTree:
 
 
 def narrowed(tree: PyTree) -> PyTree:
-    """Arrays in float64 as float32; everything else as it is."""
-    return jax.tree.map(_narrower, tree)
+    """Arrays in float64 as float32; a record that says how; everything else as it is."""
+    own = getattr(tree, "_in_float32", None)
+    return own() if own is not None else jax.tree.map(_narrower, tree)
 
 
 def in_own_precision(

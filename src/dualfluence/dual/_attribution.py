@@ -101,6 +101,16 @@ class Attribution(Shown):
         indices = np.stack(rows)
         return Ranked(indices, np.take_along_axis(np.asarray(self.values), indices, axis=1))
 
+    def _in_float32(self) -> "Attribution":
+        """The same scores for a caller whose JAX has only float32; those in a file stay."""
+
+        def narrow(array: Any) -> Any:
+            plain = type(array) is np.ndarray and array.dtype == np.float64
+            return array.astype(np.float32) if plain else array
+
+        names = ("values", "own", "outputs_without")
+        return replace(self, **{name: narrow(getattr(self, name)) for name in names})
+
     def self_influence(self) -> np.ndarray:
         """How much worse the model does at each training point once it is left out, `(n,)`.
 
