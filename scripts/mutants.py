@@ -5,9 +5,10 @@
 
 Each bug is one operator, comparison, constant, sign, condition, dropped call or swapped pair of arguments
 (`mutations.py`), drawn by seed from the core rooms in turn. The tests are those of the default gate. A first
-run of them on a copy whose functions say that they ran maps every file of tests to the functions that it
-runs; a bug is then shown to the files that run its function, those of its own room first, and to the first
-failure. A test that fails without a bug does not take part. A run longer than `--limit` seconds of CPU is
+run of them on a copy whose functions say that they ran maps every test to the functions that it runs; a bug
+is then shown to the files that run its function, those of its own room first, of these to the tests that ran
+it before the others (which may use what was compiled), and to the first failure. A test that fails without a
+bug does not take part. A run longer than `--limit` seconds of CPU is
 unfinished, neither seen nor survived; one that takes far longer than without the bug counts as seen.
 
 Results are appended to `OUT/results.jsonl` one by one, and a second call goes on where a killed one ended.
@@ -107,7 +108,7 @@ class Mapped:
     """Notes for every file of tests the functions that it runs, its seconds of CPU, and what fails."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.start, self.failed = out, time.process_time(), []
+        self.out, self.start, self.failed, self.runs = out, time.process_time(), [], {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -116,30 +117,30 @@ class Mapped:
     def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
         self.seen = sys.modules["builtins"].__dict__.setdefault(SEEN, set())
 
-    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        file = nodeid.partition("::")[0]
-        self.file = file
-
     def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
+        file, _, test = item.nodeid.partition("::")
+        for function in self.seen:
+            self.runs.setdefault(function, []).append(test)
+        self.seen.clear()
         if nextitem is not None and nextitem.path == item.path:
             return
         now = time.process_time()
-        line = {"file": item.nodeid.partition("::")[0], "seconds": round(now - self.start, 2),
-                "runs": sorted(self.seen), "failed": self.failed}  # fmt: skip
+        line = {"file": file, "seconds": round(now - self.start, 2),
+                "runs": self.runs, "failed": self.failed}  # fmt: skip
         append(self.out, line)
-        self.seen.clear()
         sys.modules["jax"].clear_caches()  # a program made once runs later without its functions
-        self.start, self.failed = time.process_time(), []
+        self.start, self.failed, self.runs = time.process_time(), [], {}
 
 
 class Without:
-    """Leaves out tests that fail without any bug."""
+    """Leaves out tests that fail without any bug, and takes those first that ran the function."""
 
-    def __init__(self, failing: set[str]) -> None:
-        self.failing = failing
+    def __init__(self, failing: set[str], first: set[str]) -> None:
+        self.failing, self.first = failing, first
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.failing]
+        items.sort(key=lambda item: item.nodeid not in self.first)
 
 
 class First:
@@ -227,7 +228,7 @@ def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]
             raise SystemExit(f"The tests do not run on a copy: see {out}/map-*.log.")
         for file in set(todo) - {line["file"] for line in read_lines(path)}:
             append(
-                path, {"file": file, "seconds": 0.0, "runs": [], "failed": []}
+                path, {"file": file, "seconds": 0.0, "runs": {}, "failed": []}
             )  # no test by default
     return {line["file"]: line for line in read_lines(path) if line["file"] in files}
 
@@ -270,10 +271,10 @@ def run(todo: list[Mutant], args: argparse.Namespace, found: dict[str, dict[str,
             first.unlink(missing_ok=True)
             plant(mutant, trees[slot])
             usual = 3 * sum(found[file]["seconds"] for file in files) + STARTING
-            plugins = [
-                Without({name for file in files for name in found[file]["failed"]}),
-                First(first),
-            ]
+            key = f"{mutant.file}::{mutant.function}"
+            failing = {name for file in files for name in found[file]["failed"]}
+            ran = {f"{file}::{test}" for file in files for test in found[file]["runs"].get(key, [])}
+            plugins = [Without(failing, ran), First(first)]
             command = ["-x", *files] if files else ["--collect-only", "tests/test_house.py"]
             pid = fork(
                 trees[slot], args.out / f"run-{slot}.log", command, plugins, min(usual, args.limit)
