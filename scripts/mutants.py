@@ -26,6 +26,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import tomllib
 import traceback
@@ -55,6 +56,8 @@ IMPORTED = (
     "pytest",
 )
 """What every run of tests imports, and no bug changes: imported once, before processes fork."""
+QUIETLY = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Hypothesis is a plugin of pytest, which warns where it is imported before pytest reads its plugins."""
 STARTING = 60
 """CPU seconds that a run may take besides its tests."""
 STATES = {"seen": 5, "survived": 9, "explained": 10, "unfinished": 11}
@@ -119,6 +122,9 @@ class Mapped:
 
     def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
         file, _, test = item.nodeid.partition("::")
+        for started in Path(os.environ[SEEN]).iterdir():  # what processes of the test have run
+            self.seen |= set(started.read_text().split("\n"))
+            started.unlink()
         for function in self.seen:
             self.runs.setdefault(function, []).append(test)
         self.seen.clear()
@@ -130,6 +136,19 @@ class Mapped:
         append(self.out, line)
         sys.modules["jax"].clear_caches()  # a program made once runs later without its functions
         self.start, self.failed, self.runs = time.process_time(), [], {}
+
+
+IN_PROCESSES = f"""
+import atexit, builtins, os
+
+def tell():
+    with open(os.path.join(os.environ[{SEEN!r}], str(os.getpid())), "w") as file:
+        file.write("\\n".join(builtins.__dict__.get({SEEN!r}, ())))
+
+if {SEEN!r} in os.environ:
+    atexit.register(tell)
+"""
+"""`sitecustomize.py` of the watched copy: processes that tests start write down what they have run."""
 
 
 class Without:
@@ -189,8 +208,9 @@ def fork(tree: Path, log: Path, args: list[str], plugins: list[Any], seconds: fl
             os.dup2(file.fileno(), 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree / "src")
+        os.environ[SEEN] = tempfile.mkdtemp(dir=tree)
         sys.path.insert(0, str(tree / "src"))
-        code = int(sys.modules["pytest"].main([*args, "-p", "no:cacheprovider"], plugins=plugins))
+        code = int(sys.modules["pytest"].main([*args, *QUIETLY], plugins=plugins))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -216,6 +236,7 @@ def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]
     todo = sorted(set(files) - {line["file"] for line in read_lines(path)})
     if todo:
         tree = copy_tree(out / "watched", watched)
+        (tree / "src" / "sitecustomize.py").write_text(IN_PROCESSES)
         print(f"Mapping {len(todo)} files of tests to the functions that they run ...", flush=True)
         running = [
             fork(tree, out / f"map-{k}.log", todo[k::jobs], [Mapped(path)], None)
@@ -357,6 +378,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--anew", action="store_true", help="forget the results that are there")
+    parser.add_argument(
+        "--again", action="append", choices=("survived", "unfinished"), help="run these once more"
+    )
     return parser.parse_args()
 
 
@@ -378,7 +402,12 @@ def main() -> None:
     done = {
         (line["file"], line["start"], line["old"], line["new"]): line for line in read_lines(path)
     }
-    todo = [m for m in chosen if (m.file, m.start, m.old, m.new) not in done]
+    todo = [
+        m
+        for m in chosen
+        if (line := done.get((m.file, m.start, m.old, m.new))) is None
+        or line["state"] in (args.again or [])
+    ]
     if todo:
         run(todo, args, make_map(args.out, args.jobs, args.tests or ["tests/"]))
     done = {
