@@ -162,19 +162,6 @@ def test_leverage_is_leave_one_out_in_closed_form():
     np.testing.assert_allclose(got, _unit(want), rtol=1e-7, atol=1e-9)
 
 
-def test_one_output_loses_nothing_by_margins():
-    rng = np.random.default_rng(0)
-    x, xq = rng.normal(size=(N, D)), rng.normal(size=(Q, D))
-    y, yq = rng.normal(size=(N, 1)), rng.normal(size=(Q, 1))
-    params = cases.mlp_params(jax.random.key(0), (D, 6, 1))
-    run = Trajectory(cases.mlp, [params], steps=[5], learning_rate=0.1)
-    options = {"loss": dfl.SquaredError(), "progress": False}
-    full = run.attribute(x, y, xq, yq, method="outputs", **options)
-    margin = run.attribute(x, y, xq, yq, method="margin", **options)
-    np.testing.assert_allclose(margin.values, full.values, rtol=1e-7, atol=1e-9)
-    assert any("margins" in note for note in margin.notes)
-
-
 def test_projected_gradients_approach_the_full_kernel():
     run = _run(checkpoints=1)
     full = run.attribute(*_data(), progress=False).values

@@ -6,6 +6,8 @@ from ..dual._attribution import Ranked as Ranked
 from ..dual._attribution import Top as Top
 from ..dual._ridge_path import RidgePath as RidgePath
 from . import evaluate as evaluate
+from ._probes import LeadingProbes as LeadingProbes
+from ._probes import RandomProbes as RandomProbes
 from ._rivals import TRAK as TRAK
 from ._rivals import GradCos as GradCos
 from ._rivals import GradDot as GradDot

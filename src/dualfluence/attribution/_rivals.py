@@ -27,7 +27,7 @@ from ..losses import AbstractLoss, SoftmaxCrossEntropy
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
 from ..primal._gradients import gradient_norms
-from ._checkpoint import Local, _Folded, local_terms
+from ._checkpoint import Folded, Local, local_terms
 
 DAMPINGS = (1e-3, 1e-2, 1e-1)
 """Ridges of TRAK that are tried, over the mean diagonal of its kernel."""
@@ -331,9 +331,11 @@ def _result(
 
 
 def _folded_kernel(apply_fn: Any, params: PyTree, a: Any, b: Any, trainable: Any = None) -> Array:
+    """The kernel along one direction of outputs for each point, `(x, u)`."""
+    a, b = (pair and (pair[0], pair[1][:, :, None]) for pair in (a, b))
     with jax.default_matmul_precision("highest"):
         return empirical_kernel(
-            _Folded(apply_fn), params, a, b, trainable=trainable, progress=False
+            Folded(apply_fn), params, a, b, trainable=trainable, progress=False
         ).value
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,13 +22,9 @@ from ..dual._quantity import Quantity, as_quantity
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
-from ._checkpoint import (
-    LOSSES_OF_METHODS,
-    PROJECTED_RANK,
-    checkpoint_scores,
-    choose_method,
-)
+from ._checkpoint import PROJECTED_RANK, checkpoint_scores
 from ._pieces import Pieces
+from ._probes import LeadingProbes, Probes, RandomProbes, chosen, rank_of
 
 KAPPA = 3.0
 r"""`κ` in `λ_t = 1/(κ η s_t)`.
@@ -45,7 +42,11 @@ Neighbours resemble each other, so fewer than there are. A third or three times 
 
 COMBINE = ("shrunk", "mean")
 
-METHODS = ("auto", "outputs", "margin", "projected")
+METHODS = ("outputs", "projected")
+
+PROJECTED_NOTE = (
+    "gradients projected on random directions: entries of K are off by about 1/√rank of their size"
+)
 
 SHRUNK_NOTE = ("entries on which checkpoints and runs disagree are drawn towards zero",)
 
@@ -170,7 +171,8 @@ def attribute_runs(
     *,
     loss: AbstractLoss | None = None,
     of: str | Callable[[Array, Array], Array] = "loss",
-    method: str = "auto",
+    probes: str | int | Probes | None = "auto",
+    method: str = "outputs",
     leverage: bool = False,
     combine: str = "shrunk",
     rank: int = PROJECTED_RANK,
@@ -179,7 +181,8 @@ def attribute_runs(
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
 
-    One kernel at a time: memory is that of `RᵀKR` and its Cholesky factor, `2(n·c)²` numbers.
+    One kernel at a time: memory is that of one system and its Cholesky factor, twice the square of `n`
+    times the probes; in the exact form, `2(n·c)²` numbers.
 
     **Arguments:**
 
@@ -187,9 +190,13 @@ def attribute_runs(
     - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
     - `loss`: that of training, softmax cross-entropy by default.
     - `of`: what is measured, as in `Fitted.attribute`.
-    - `method`: `"outputs"` is exact; `"margin"` keeps one direction of outputs per point (`n` by `n`
-      instead of `n·c` by `n·c`); `"projected"` uses random projections of gradients to `rank`
-      numbers; `"auto"` takes outputs where they fit in memory. The result says what is left out.
+    - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
+      `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
+      all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most
+      a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The result's notes
+      say what was chosen and left out, and how much the draw of random ones matters.
+    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
+      probes, a system of that size whatever `n` is.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the price.
     - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`: entries on which they disagree are
       drawn towards zero, each by how much of it may be the draw of the network; see `shrunk`.
@@ -211,27 +218,41 @@ def attribute_runs(
         )
     loss = SoftmaxCrossEntropy() if loss is None else loss
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
-    if method == "auto":
-        method = choose_method(data.x.shape[0], data.num_outputs, data.targets.dtype)
-    options = _Options(loss, method, leverage, combine, rank)
+    use, why = (None, "") if method == "projected" else _probes(probes, data, loss)
+    if method == "projected" and probes not in ("auto", None):
+        raise ValueError(
+            'Trajectory: method="projected" takes random projections instead of probes. Give one of them.'
+        )
+    options = _Options(loss, method, use, leverage, combine, rank)
     pieces = Pieces(folder, _fingerprint(data, options))
     total = np.zeros((data.xq.shape[0], data.x.shape[0]))
-    squares = np.zeros_like(total)
+    squares, beside = np.zeros_like(total), []
     count = sum(run.num_checkpoints for run in runs)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, run in enumerate(runs):
             for k in range(run.num_checkpoints):
-                scores = pieces.get(
+                piece = pieces.get(
                     f"run-{r:03d}-checkpoint-{k:03d}",
-                    lambda run=run, k=k: _normalised(run, k, data, options),
+                    lambda run=run, r=r, k=k: _normalised(run, r, k, data, options),
                     lambda run=run, k=k: _digest_run(run, k),
                 ).astype(float)
+                scores = piece[:, BESIDE:]
                 total, squares = total + scores, squares + scores**2
+                beside.append(piece[:, :BESIDE])
                 ticker.tick()
     values = total / count
     if combine == "shrunk":
         values = shrunk(values, squares / count - values**2, INDEPENDENT * len(runs))
-    return _result(values, runs, data, options, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
+
+
+def _probes(probes: Any, data: "_Data", loss: AbstractLoss) -> tuple[Probes | None, str]:
+    n, c, dtype = data.x.shape[0], data.num_outputs, data.targets.dtype
+    f = jax.ShapeDtypeStruct((n, c), dtype)
+    weights = jax.ShapeDtypeStruct((n,), dtype)
+    factor = eqx.filter_eval_shape(loss.hess_factor, f, data.targets, weights)
+    return chosen(probes, n, c, rank_of(factor, f), dtype)
 
 
 def shrunk(mean: np.ndarray, variance: np.ndarray, independent: float) -> np.ndarray:
@@ -249,9 +270,14 @@ class _Options:
 
     loss: AbstractLoss
     method: str
+    probes: Probes | None
     leverage: bool
     combine: str
     rank: int
+
+
+BESIDE = 2
+"""Columns before the scores of a checkpoint: what probes left out, and how far two halves of them agree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,9 +308,11 @@ def _check_data(
     return _Data(features, targets, queries, quantity, c, yq, form)
 
 
-def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.ndarray:
-    """`S_t` with root mean square one for every query."""
-    scores = checkpoint_scores(
+def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> np.ndarray:
+    """`S_t` with root mean square one for every query, behind what is said of its probes."""
+    seed = options.probes.seed if isinstance(options.probes, RandomProbes) else 0
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), r), k)
+    scored = checkpoint_scores(
         run.model(k).reading(data.form),
         data.x,
         data.targets,
@@ -292,11 +320,12 @@ def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.n
         data.quantity,
         loss=options.loss,
         ridge=run.ridge(k),
-        method=options.method,
+        probes=options.probes,
+        key=key,
+        projected=options.rank if options.method == "projected" else None,
         leverage=options.leverage,
-        rank=options.rank,
     )
-    values = np.asarray(scores)
+    values = np.asarray(scored.values)
     check_finite(
         f"Trajectory, checkpoint {k}",
         values,
@@ -304,7 +333,11 @@ def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.n
     )
     size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
     # A query that no point moves at this checkpoint has nothing to add.
-    return (values / np.where(size > 0, size, 1)).astype(values.dtype)
+    found = np.zeros((values.shape[0], BESIDE + values.shape[1]), values.dtype)
+    found[:, 0] = 0 if scored.left_out is None else scored.left_out
+    found[:, 1] = 1 if scored.agreement is None else scored.agreement
+    found[:, BESIDE:] = values / np.where(size > 0, size, 1)
+    return found
 
 
 def _result(
@@ -312,6 +345,8 @@ def _result(
     runs: list[Trajectory],
     data: _Data,
     options: _Options,
+    why: str,
+    beside: np.ndarray,
     seconds: float,
 ) -> Attribution:
     steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
@@ -321,7 +356,8 @@ def _result(
         f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
         "closed-form leave-one-out" if options.leverage else "first-order effects",
         *SHRUNK_NOTE[: options.combine == "shrunk"],
-        *LOSSES_OF_METHODS[options.method],
+        *([PROJECTED_NOTE] if options.method == "projected" else []),
+        *_said(options.probes, why, *beside),
     )
     return Attribution(
         values=values,
@@ -332,6 +368,9 @@ def _result(
         stats={
             "seconds": seconds,
             "method": options.method,
+            "probes": None if options.probes is None else repr(options.probes),
+            "left_out": float(beside[0]),
+            "agreement": float(beside[1]),
             "leverage": options.leverage,
             "combine": options.combine,
             "runs": len(runs),
@@ -341,6 +380,22 @@ def _result(
         xq=shown(data.xq, data.form),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
+
+
+def _said(probes: Probes | None, why: str, left_out: float, agreement: float) -> list[str]:
+    """What a result says of its probes."""
+    found = []
+    if isinstance(probes, LeadingProbes):
+        found = [
+            f"{probes.m} leading direction(s) of outputs per point leave out {left_out:.2g} of the curvature"
+        ]
+    elif isinstance(probes, RandomProbes):
+        found = [f"{probes.m} random direction(s) of outputs per point, seed {probes.seed}"]
+    if isinstance(probes, RandomProbes) and probes.m > 1:
+        found.append(
+            f"scores of one half of the random directions and of the other correlate by {agreement:.2f}"
+        )
+    return [*found, *([why] if why else [])]
 
 
 def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
@@ -394,6 +449,7 @@ def _fingerprint(data: _Data, options: _Options) -> str:
         repr(options.loss),
         data.quantity.name,
         options.method,
+        options.probes,
         options.leverage,
         options.rank if options.method == "projected" else 0,
     ]

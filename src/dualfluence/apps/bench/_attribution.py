@@ -123,7 +123,7 @@ def _methods(problem: Problem, rank: int, projection: int) -> dict[str, list[Can
 
 
 def _ours(trajectory: Trajectory, data: tuple[Any, ...]) -> np.ndarray:
-    return np.asarray(trajectory.attribute(*data, method="outputs", progress=False).values)
+    return np.asarray(trajectory.attribute(*data, probes=None, progress=False).values)
 
 
 def _best(name: str, tried: list[Candidate], problem: Problem, repeats: int) -> dict[str, Any]:
