@@ -80,7 +80,8 @@ def checkpoint_scores(
         lam = jnp.asarray(ridge, g.dtype)
         halved = isinstance(probes, RandomProbes) and probes.m > 1
         blocks, queries = _probed_blocks(model, x, xq, v, g, P)
-        found = _solve(blocks, queries, None, P.shape[::2], lam, leverage, halved)
+        shape = P.shape[0], P.shape[2]
+        found = _solve(blocks, queries, None, shape, lam, leverage, halved)
         return found._replace(left_out=left_out)
     local = local_terms(model, x, targets, xq, quantity, loss)
     lam = jnp.asarray(ridge, local.g.dtype)
@@ -88,7 +89,7 @@ def checkpoint_scores(
         source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), projected)
         return Scored(_projected(source.features(x), source.features(xq), local, lam, leverage))
     queries = _query_blocks(model, xq, local.v, x)
-    shape = local.roots.shape[::2]
+    shape = local.roots.shape[0], local.roots.shape[2]
     return _solve(_row_blocks(model, x), queries, local, shape, lam, leverage)
 
 
