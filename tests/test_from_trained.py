@@ -12,7 +12,7 @@ import dualfluence as dfl
 import oracles
 import problems
 from dualfluence.dual._fidelity import see
-from dualfluence.dual._setup import _check_linear
+from dualfluence.fitted._setup import _check_linear
 
 SIZES = (5, 40, 3)
 N = 20

@@ -17,15 +17,14 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit, jit
 from .._support.memory import memory_budget, total_memory
-from ..dual._quantity import Quantity
-from ..dual._triangular import inverse_transpose, solve_lower
+from .._support.precision import HIGHEST, PRECISION
 from ..kernels import empirical_kernel, kernel_rows
 from ..kernels._linearized import Linearized
+from ..linalg._triangular import inverse_transpose, solve_lower
 from ..losses import AbstractFactor, AbstractLoss
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
-
-HIGHEST = jax.lax.Precision.HIGHEST
+from ..problem._quantity import Quantity
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
@@ -154,7 +153,7 @@ def _margin_blocks(
     folded, train = _Folded(model.apply_fn), (x, local.g)
     rows = _rows_at_once(x.shape[0], 1, local.g.dtype)
     blocks = kernel_rows(folded, model.params, train, rows, trainable=mask)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         cross = empirical_kernel(
             folded, model.params, (xq, local.v), train, trainable=mask, progress=False
         )

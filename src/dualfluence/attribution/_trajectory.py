@@ -16,11 +16,11 @@ from .._support.checks import check_finite, check_queries, check_rows
 from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
 from .._support.show import Shown
-from ..dual._attribution import Attribution
-from ..dual._quantity import Quantity, as_quantity
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ..problem._quantity import Quantity, as_quantity
+from ._attribution import Attribution
 from ._checkpoint import (
     LOSSES_OF_METHODS,
     PROJECTED_RANK,

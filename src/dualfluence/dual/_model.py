@@ -17,10 +17,10 @@ from ..operators._layout import Layout
 from ..problem._certificate import Certificate
 from ..problem._edits import TrainingSet
 from ..problem._objective import Problem, State, make_problem
-from ..solvers import AbstractPreconditioner, SpectralPreconditioner
+from ..problem._record import Stats
+from ..solvers import AbstractPreconditioner
 from ._fidelity import Fidelity
 from ._readout import DualModel
-from ._record import Stats
 
 Widening = Literal["computed anew", "as stored", "at once", "never"]
 """Where float32 is not enough, `K` is computed anew in float64 or multiplied as it is stored; `refine`
@@ -129,11 +129,9 @@ class TrainedModel(DualModel):
     @in_own_precision
     def without_spare_rows(self: "Trained") -> "Trained":
         """The same model with exactly one row per training point, as a fit from scratch has."""
-        n, layout, pre = self.data.num_points, self.layout, self.preconditioner
+        n, layout = self.data.num_points, self.layout
         if layout.sharding is not None or layout.num_rows == n:
             return self
-        if isinstance(pre, SpectralPreconditioner):
-            pre = SpectralPreconditioner(layout.points(pre.features))
         return replace(
             self,
             kernel_op=self.kernel_op.cut(n),
@@ -144,7 +142,7 @@ class TrainedModel(DualModel):
             ),
             offset=layout.points(self.offset),
             kernel_diagonal=layout.points(self.kernel_diagonal),
-            preconditioner=pre,
+            preconditioner=self.preconditioner.on_rows(layout.points),
         )
 
 

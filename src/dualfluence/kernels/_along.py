@@ -11,11 +11,10 @@ from jaxtyping import Array
 
 from .._support.compile import jit
 from .._support.memory import tile_budget
+from .._support.precision import HIGHEST
 from ._gram import TERMS_AT_ONCE, Features, Pair
 from ._prepare import Prepared, as_inputs, num_points, prepare
 from ._schedule import even_parts, require_finite
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def kernel_along(

@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._support.compile import jit
+from .._support.precision import PRECISION
 from ._jacobian import push
 from ._program import as_program, mentions
 from ._rows import Free, Mixed, Points, follow
@@ -115,7 +116,7 @@ def _middle_row(fn: Batched, leaves: Any, rest: Any, x: Any) -> tuple[Any, list[
     At full precision: rounding of narrow products, which some devices use unless told not to, would look
     like points that see each other.
     """
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         f, back = jax.vjp(lambda free: fn(free, rest, x), leaves)
         middle = f.shape[0] // 2
         mix = np.random.default_rng(0).normal(size=f.shape[1]).astype(f.dtype)

@@ -11,15 +11,13 @@ from jaxtyping import Array
 
 from .._support.memory import tile_budget
 from .._support.options import check_count
+from .._support.precision import HIGHEST, PRECISION
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
 from ._prepare import as_inputs, num_points, prepare
 from ._recipe import Method
 from ._report import KernelReport
 from ._schedule import FeatureStore, choose_tiles
-from ._snapshot import PRECISION
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.points import Form, count_points, is_tree
+from .._support.precision import PRECISION
 from .._support.progress import ProgressFn
 from .._support.tiles import even_size
 from .._support.trees import common_dtype, is_floating, tree_norm
@@ -26,7 +27,7 @@ from ._params import leaf_name, opened, split_params, statistics
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
 from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
-from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
+from ._snapshot import ChangedError, Kept, Snapshot, take_snapshot
 from ._wide import Widened, dtypes_of, widened_fn, widening_of
 
 ApplyFn = Callable[[Any, Any], Array]

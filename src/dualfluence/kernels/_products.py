@@ -10,6 +10,7 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from .._support.compile import jit
+from .._support.precision import HIGHEST
 from ._apart import Apart
 from ._jacobian import push
 from ._params import Split, opened, split_params
@@ -78,7 +79,7 @@ def ntk_mv(
     batch_size: int = DEFAULT_BATCH,
     *,
     trainable: Any = None,
-    precision: Any = jax.lax.Precision.HIGHEST,
+    precision: Any = HIGHEST,
 ) -> Array:
     r"""The product $Kv = J(J^T v)$ with the empirical NTK, without the NTK.
 

@@ -18,14 +18,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._support.precision import PRECISION
 from .._support.trees import is_array
 from .._support.wide import has_float64, types_of_64_bits
 from ._trace import Arithmetic, arithmetic, array_digest, digest, shapes_of, trace
 
 T = TypeVar("T")
-
-PRECISION = "highest"
-"""Matrix products inside `apply_fn` keep the full precision of their dtype, also on a GPU."""
 
 POINTS = 3
 """Points at which a snapshot is traced; any number would do."""

@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import jit
-from ._base import HIGHEST, AbstractKernelOperator
+from .._support.precision import HIGHEST
+from ._base import AbstractKernelOperator
 from ._dense import DenseOperator, KroneckerOperator
 from ._layout import Layout
 

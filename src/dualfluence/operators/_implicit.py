@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._support.compile import jit
+from .._support.precision import HIGHEST
 from ..kernels._linearized import Linearized
-from ._base import HIGHEST, AbstractKernelOperator
+from ._base import AbstractKernelOperator
 from ._layout import Layout
 from ._sharded import ShardedMatrixFreeOperator
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.wide import double
-from ..dual._fitted import Fitted
+from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._objective import State

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import primal
-from ...dual._fitted import Fitted
 from ...dual._newton import op_mv
-from ...dual._update import Update
+from ...fitted._fitted import Fitted
+from ...fitted._update import Update
 from ...problem._edits import Remove, TrainingSet, apply_edits
 from ...problem._objective import State
 from ...unlearning._metrics import Judged, Setting

@@ -20,9 +20,9 @@ from jaxtyping import Array, Float, Key, PyTree
 from ... import primal
 from ..._support.compile import filter_jit
 from ...dual._fidelity import FidelityWarning
-from ...dual._fitted import Fitted
-from ...dual._from_trained import from_trained
-from ...dual._update import Update
+from ...fitted._fitted import Fitted
+from ...fitted._from_trained import from_trained
+from ...fitted._update import Update
 from ...kernels._linearized import Linearized, linearize
 from ...losses import AbstractLoss
 from ...metrics import distance

@@ -15,9 +15,9 @@ from ..._support.checks import check_finite
 from ..._support.progress import ProgressFn, Ticker
 from ..._support.show import Shown
 from ..._support.wide import in_own_precision
-from ...dual._fitted import Fitted
 from ...dual._many import columns_at_once, reweighted
-from ...dual._quantity import as_quantity
+from ...dual._model import TrainedModel
+from ...problem._quantity import as_quantity
 from .._pieces import Pieces
 
 RELATIVE = 1e-4
@@ -60,7 +60,7 @@ def random_masks(n: int, num_subsets: int, *, seed: int, fraction: float = 0.5) 
 
 @in_own_precision
 def retrain_linearised(
-    fitted: Fitted,
+    fitted: TrainedModel,
     masks: Any,
     xq: Any,
     yq: Any = None,
