@@ -1,4 +1,4 @@
-r"""Ways to forget on networks that were trained by SGD, to be judged by `unlearning._metrics`.
+r"""Ways to forget on networks that were trained by SGD, to be judged by `measures`.
 
 Networks of one shape and many seeds train in one program: parameters, keys and weights are stacked along
 a leading axis. The objective is that of `from_trained` with `θ₀ = 0`, as weight decay has it:
@@ -17,17 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key, PyTree
 
-from ... import primal
-from ..._support.compile import filter_jit
-from ...dual._fidelity import FidelityWarning
-from ...fitted._fitted import Fitted
-from ...fitted._from_trained import from_trained
-from ...fitted._update import Update
-from ...kernels._linearized import Linearized, linearize
-from ...losses import AbstractLoss
-from ...metrics import distance
-from ...problem._edits import Remove
-from ...unlearning._metrics import Judged, Setting
+from dualfluence import primal
+from dualfluence._support.compile import filter_jit
+from dualfluence.dual._fidelity import FidelityWarning
+from dualfluence.fitted._fitted import Fitted
+from dualfluence.fitted._from_trained import from_trained
+from dualfluence.fitted._update import Update
+from dualfluence.kernels._linearized import Linearized, linearize
+from dualfluence.losses import AbstractLoss
+from dualfluence.metrics import distance
+from dualfluence.problem._edits import Remove
+
+from .measures import Judged, Setting
 
 STEPS = {"ours, one step": 1, "ours, two steps": 2}
 

@@ -1,4 +1,4 @@
-"""Ways to forget on a linearised model, to be judged by `unlearning._metrics`."""
+"""Ways to forget on a linearised model, to be judged by `measures`."""
 
 import time
 from dataclasses import replace
@@ -7,13 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ... import primal
-from ...dual._newton import op_mv
-from ...fitted._fitted import Fitted
-from ...fitted._update import Update
-from ...problem._edits import Remove, TrainingSet, apply_edits
-from ...problem._objective import State
-from ...unlearning._metrics import Judged, Setting
+from dualfluence import primal
+from dualfluence.dual._newton import op_mv
+from dualfluence.fitted._fitted import Fitted
+from dualfluence.fitted._update import Update
+from dualfluence.problem._edits import Remove, TrainingSet, apply_edits
+from dualfluence.problem._objective import State
+
+from .measures import Judged, Setting
 
 ASCENT_STEPS, DESCENT_STEPS = 10, 50
 """Steps of the two baselines by gradients."""
