@@ -421,4 +421,4 @@ def test_anchor_zero_takes_linear_models_of_any_size():
     rng = np.random.default_rng(0)
     x = 1e200 * rng.normal(size=(8, 3))  # squares of outputs overflow, the model is linear
     model = dfl.linearize(lambda w, x: x @ w, jnp.ones((3, 1)), anchor="zero")
-    _check_linear(model, jnp.asarray(x))
+    _check_linear("fit", model, jnp.asarray(x))

@@ -55,7 +55,9 @@ def attribute(
     xq = fitted.data.queries(xq)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
     outputs = fitted.predict(xq)
-    form = leave_one_out(fitted, first_order=first_order, until=fitted._remaining(refine))
+    form = leave_one_out(
+        fitted, first_order=first_order, until=fitted._remaining(refine, "attribute: refine")
+    )
     points = np.flatnonzero(fitted.data.sample_weights > 0)
     if points.size < 2:
         raise ValueError("attribute: only one point has a weight; nothing is left without it.")
@@ -159,7 +161,9 @@ def _leave_sets_out(
     bounds = np.zeros(len(sets))
     with Ticker(len(sets), "groups left out", progress) as ticker:
         for block in _blocks(np.arange(len(sets)), columns_at_once(fitted)):
-            many = reweighted(fitted, weights[:, block], until=fitted._remaining(refine))
+            many = reweighted(
+                fitted, weights[:, block], until=fitted._remaining(refine, "attribute: refine")
+            )
             delta = many.alpha - fitted.state.alpha[:, :, None]
             reading = _low_rank_reading(fitted, delta)
             for where, change in read(Steps(reading, reading)):

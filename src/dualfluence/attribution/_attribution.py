@@ -1,8 +1,5 @@
 """The result of an attribution: what leaving out each point does to each query."""
 
-import hashlib
-import json
-import zipfile
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -10,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._support.files import write_atomically
+from .._support.archive import read_archive, write_archive
 from .._support.options import check_count
 from .._support.show import Shown, Table, count
 
 FORMAT = "dualfluence-attribution"
-VERSION = 1
+VERSION = 2
 
 MEANING = "positive: leaving the point out raises the query's {of}"
 
@@ -132,32 +129,17 @@ class Attribution(Shown):
         for name in names:
             if getattr(self, name) is not None:
                 arrays[name] = np.asarray(getattr(self, name))
-        meta = {
-            "format": FORMAT,
-            "version": VERSION,
-            "of": self.of,
-            "direction": self.direction,
-            "unit": self.unit,
-            "notes": list(self.notes),
-            "stats": self.stats,
-            "sha256": {name: _digest(array) for name, array in arrays.items()},
-        }
-        arrays["meta"] = np.frombuffer(json.dumps(meta).encode(), np.uint8)
-        write_atomically(Path(path), lambda file: np.savez(file, allow_pickle=False, **arrays))
+        names = ("of", "direction", "unit", "notes", "stats")
+        header = {"format": FORMAT, "version": VERSION} | {n: getattr(self, n) for n in names}
+        write_archive(Path(path), header, arrays)
 
     @classmethod
     def load(cls, path: Any) -> "Attribution":
         """Read what `save` wrote; a damaged or foreign file is an error."""
-        meta, arrays = _read(Path(path))
-        return cls(
-            values=arrays.pop("values"),
-            of=meta["of"],
-            direction=meta["direction"],
-            unit=meta["unit"],
-            notes=tuple(meta["notes"]),
-            stats=meta["stats"],
-            **arrays,
-        )
+        header, arrays = read_archive(Path(path), FORMAT, VERSION, "Attribution.load")
+        names = ("of", "direction", "unit", "stats")
+        fields = {name: header[name] for name in names}
+        return cls(notes=tuple(header["notes"]), **fields, **arrays)
 
     def to_pandas(self) -> Any:
         """A `pandas.DataFrame`, one row per query and one column per training point."""
@@ -214,30 +196,3 @@ class GroupAttribution(Shown):
 def _largest(values: np.ndarray, k: int) -> np.ndarray:
     part = np.argpartition(-values, k - 1)[:k] if k < values.size else np.arange(values.size)
     return part[np.lexsort((part, -values[part]))]
-
-
-def _digest(array: np.ndarray) -> str:
-    header = f"{array.dtype.str}{array.shape}".encode()
-    return hashlib.sha256(header + np.ascontiguousarray(array).tobytes()).hexdigest()
-
-
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
-        meta = json.loads(arrays.pop("meta").tobytes())
-    except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        raise ValueError(
-            f"load: {path} is not a saved attribution, or is damaged: {error}"
-        ) from error
-    if meta.get("format") != FORMAT or meta.get("version") != VERSION:
-        raise ValueError(
-            f"load: {path} is {meta.get('format')} version {meta.get('version')}, expected {FORMAT} "
-            f"version {VERSION}."
-        )
-    for name, digest in meta["sha256"].items():
-        if name not in arrays or _digest(arrays[name]) != digest:
-            raise ValueError(f"load: {path} is damaged: {name} does not match its checksum.")
-    return meta, arrays

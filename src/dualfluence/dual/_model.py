@@ -101,28 +101,31 @@ class TrainedModel(DualModel):
         own = 0.5 if network.widening is not None else SUMMED
         return float(np.finfo(np.float32).eps) * (0.5 * self.start_norm + own * moved)
 
-    def _remaining(self, until: float | None) -> float | None:
-        """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing."""
+    def _remaining(self, until: float | None, what: str = "edit: until") -> float | None:
+        """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing.
+
+        `what` is the option that asks, for messages.
+        """
         ref = self.reference
         if until is None:
             return until
         if ref is not None and not ref.certified:
             raise ValueError(
-                "edit: until asks for a certified distance, but a network that is not linear in its "
-                "parameters has no certificate. Use steps=... to iterate on its linearisation."
+                f"{what} asks for a certified distance, but a network that is not linear in its "
+                "parameters has no certificate. Leave it out; edits take steps=... instead."
             )
         gap = 0.0 if ref is None else ref.gap
         if not until > gap:
             raise ValueError(
-                f"edit: until={until:.3g} cannot be reached: the trained parameters left a gap of "
-                f"{gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or fit, "
-                "which trains to the optimum and leaves no gap."
+                f"{what}={until:.3g} cannot be reached: the trained parameters left a gap of "
+                f"{gap:.3g} to θ₀ + Jᵀα, which edits keep. Give a larger distance, or none, or fit, which "
+                "trains to the optimum and leaves no gap."
             )
         reading = ROOM * self._reading(self.certificate.parameter_norm)
         if not until > gap + reading:
             raise ValueError(
-                f"edit: until={until:.3g} cannot be reached: parameters in float32 round by up to "
-                f"{reading:.3g}. Give a larger until, or parameters in float64."
+                f"{what}={until:.3g} cannot be reached: parameters in float32 round by up to "
+                f"{reading:.3g}. Give a larger distance, or parameters in float64."
             )
         return (until - gap - reading) * (1 - 4 * float(np.finfo(float).eps))
 

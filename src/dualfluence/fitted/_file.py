@@ -168,6 +168,6 @@ def _entries(op: AbstractKernelOperator) -> Array:
     if not inner.has_entries:
         raise UnsupportedStructure(
             f"save: a {type(inner).__name__} has no entries in one place to store. Save without "
-            "include_kernel; load computes K again, or takes it as kernel_op."
+            "include_kernel; load computes K again, or takes it as kernel."
         )
     return inner.entries()

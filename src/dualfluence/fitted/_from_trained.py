@@ -215,18 +215,8 @@ def _precision_notes(model: Linearized, certified: bool, proven: bool) -> tuple[
 def _check_trained(model: Any, trained_params: PyTree, tangent: Any) -> None:
     example = "made by linearize; a kernel has no parameters"
     check_instance("from_trained: model", model, Linearized, example)
-    if jax.tree.structure(trained_params) != jax.tree.structure(model.params):
-        raise ValueError(
-            "from_trained: trained_params must have the tree structure of the parameters given to "
-            f"linearize, {jax.tree.structure(model.params)}."
-        )
+    check_params("from_trained: trained_params", model, trained_params)
     check_choice("from_trained: tangent", tangent, ("initial", "trained"))
-    for own, given in zip(*map(jax.tree.leaves, (model.params, trained_params)), strict=True):
-        if np.shape(own) != np.shape(given):
-            raise ValueError(
-                f"from_trained: trained_params must have the shapes of those given to linearize; one "
-                f"leaf is {np.shape(given)} instead of {np.shape(own)}."
-            )
 
 
 def _check_ridge_in_reach(ridge: float, dtype: Any, distance: float) -> None:

@@ -68,14 +68,14 @@ def prepare(
     check_loss(what, loss, AbstractLoss)
     check_progress(what, progress)
     targets = as_array("y", y)
-    features = enter_features(source, x, targets)
+    features = enter_features(what, source, x, targets)
     n = features.shape[0]
     check_rows("y", targets, n, "point of x")
     samples = training_weights(what, weights, n)
     c = kernel.num_outputs
     if source.network is not None:
         c = check_network(source.network, features, c)
-        _check_linear(source.network, features)
+        _check_linear(what, source.network, features)
     elif kernel.operator is not None:
         c = kernel.operator.num_outputs
     base = source.base_outputs(features, c)
@@ -85,7 +85,7 @@ def prepare(
     targets = loss.prepare_targets(y, c, dtype)
     if c is None:
         c = targets.shape[1] if targets.ndim == 2 else 1
-    _check_values(loss, c, targets, dtype)
+    _check_values(what, loss, c, targets, dtype)
     op, notes = make_operator(what, source, features, c, kernel, dtype, progress)
     if ridge is not None:
         check_ridge(ridge, op.narrow.dtype)
@@ -133,24 +133,26 @@ def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
     return exact or op.follows_points
 
 
-def enter_features(source: AbstractSource, x: Any, targets: Any) -> Array:
+def enter_features(what: str, source: AbstractSource, x: Any, targets: Any) -> Array:
     """Training features; without them, the positions of a precomputed kernel."""
     if x is not None:
         return enter_points("x", x, source.form)
     if source.network is not None:
-        raise ValueError("fit: x is None, but a network needs its training features.")
+        raise ValueError(f"{what}: x is None, but a network needs its training features.")
     check_rows("y", targets, max(1, len(targets) if targets.ndim else 1), "point")
     num_points = targets.shape[0]
     if source.num_positions not in (None, num_points):
         raise ValueError(
-            f"fit: the kernel has {source.num_positions} rows, but y has {num_points}. Without x, "
+            f"{what}: the kernel has {source.num_positions} rows, but y has {num_points}. Without x, "
             "every row is a point; a kernel of several outputs has shape (n, c, n, c), and for a "
             "part of a pool give positions as x."
         )
     return jnp.arange(num_points)
 
 
-def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: Any) -> None:
+def _check_values(
+    what: str, loss: AbstractLoss, num_outputs: int, targets: Array, dtype: Any
+) -> None:
     """Raise unless the loss gives one real number per point."""
     n = targets.shape[0]
     outputs = jax.ShapeDtypeStruct((n, num_outputs), dtype)
@@ -159,11 +161,11 @@ def _check_values(loss: AbstractLoss, num_outputs: int, targets: Array, dtype: A
         out = jax.eval_shape(loss.value, outputs, targets)
     except Exception as error:
         raise ValueError(
-            f"fit: the loss fails for {about}: {type(error).__name__}: {error}"
+            f"{what}: the loss fails for {about}: {type(error).__name__}: {error}"
         ) from error
     if getattr(out, "shape", None) != (n,) or not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(
-            f"fit: the loss must give one real number per point, for {about} it gives {out}. A "
+            f"{what}: the loss must give one real number per point, for {about} it gives {out}. A "
             "function in Convex takes one point's outputs and target and returns a scalar."
         )
 
@@ -263,7 +265,7 @@ def choose_form(
     return "matrix-free", (note,)
 
 
-def _check_linear(model: Linearized, x: Array) -> None:
+def _check_linear(what: str, model: Linearized, x: Array) -> None:
     """For `anchor="zero"`: `f(θ) − f(0) = Jθ` on a few points and a random `θ`, or an error."""
     model.apply_shape(x)
     if model.anchor != "zero":
@@ -278,6 +280,6 @@ def _check_linear(model: Linearized, x: Array) -> None:
     # Not `gap > ...`: a model that overflows has a gap of NaN or infinity.
     if not (np.isfinite(scale) and gap <= 1e-3 * scale * float(jnp.linalg.norm(actual / scale))):
         raise ValueError(
-            "fit: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
+            f"{what}: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
             f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."
         )

@@ -21,7 +21,7 @@ from .._support.precision import PRECISION
 from ._jacobian import push
 from ._program import as_program, mentions
 from ._rows import Free, Mixed, Points, follow
-from ._trace import digest, shapes_of, trace
+from ._trace import program_digest, shapes_of, trace
 
 Batched = Callable[[Any, Any, Any], Any]
 """`fn(leaves, rest, x) -> (n, c)`, differentiated with respect to `leaves`."""
@@ -54,7 +54,7 @@ def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
         return jax.jvp(lambda free: fn(free, rest, x), (leaves,), (leaves,))
 
     two, three = (trace(moved, leaves, rest, shapes_of(x, n)) for n in (2, 3))
-    if digest(two, shapes=False) != digest(three, shapes=False):
+    if program_digest(two, shapes=False) != program_digest(three, shapes=False):
         return False
     program = as_program(three)
     num_rows = len(jax.tree.leaves(x))

@@ -81,7 +81,10 @@ class Programs:
             held = (gone.rows, gone.T, gone.C, gone.forces, gone.points, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
-            gone, state = Gone(*after, count=gone.count + 1), found.state
+            room, count = gone.room, gone.count
+            room.rows, room.T = after[:2]
+            gone = Gone(room, *after[2:], count=count + 1, mark=room.wrote(count))
+            state = found.state
         return gone, found
 
     def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
