@@ -40,8 +40,8 @@ from mutations import SEEN, Mutant, mutants, parses, watched
 
 ROOT = Path(__file__).parents[1]
 REASONS = Path(__file__).with_name("mutants_survivors.toml")
-ROOMS = ("_support", "losses", "kernels", "infinite", "operators", "problem", "models", "solvers", "store",
-         "dual", "primal", "attribution", "unlearning")  # fmt: skip
+ROOMS = ("_support", "linalg", "losses", "kernels", "infinite", "operators", "problem", "models", "solvers",
+         "store", "dual", "attribution", "fitted", "primal", "unlearning")  # fmt: skip
 COPIED = ("src", "tests", "docs", "benchmarks", "scripts", ".ci", "README.md", "CONTRIBUTING.md",
           "CHANGELOG.md", "CITATION.cff", "LICENSE", "Makefile", "pyproject.toml")  # fmt: skip
 IMPORTED = (

@@ -12,7 +12,7 @@ import dualfluence as dfl
 import oracles
 import problems
 from dualfluence.dual._fidelity import see
-from dualfluence.dual._setup import _check_linear
+from dualfluence.fitted._setup import _check_linear
 
 SIZES = (5, 40, 3)
 N = 20
@@ -421,4 +421,4 @@ def test_anchor_zero_takes_linear_models_of_any_size():
     rng = np.random.default_rng(0)
     x = 1e200 * rng.normal(size=(8, 3))  # squares of outputs overflow, the model is linear
     model = dfl.linearize(lambda w, x: x @ w, jnp.ones((3, 1)), anchor="zero")
-    _check_linear(model, jnp.asarray(x))
+    _check_linear("fit", model, jnp.asarray(x))

@@ -18,17 +18,16 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit, jit
 from .._support.memory import memory_budget
-from ..dual._quantity import Quantity
-from ..dual._triangular import inverse_transpose, solve_lower
+from .._support.precision import HIGHEST, PRECISION
 from ..kernels import kernel_rows
 from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
+from ..linalg._triangular import inverse_transpose, solve_lower
 from ..losses import AbstractLoss
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
+from ..problem._quantity import Quantity
 from ._probes import Probes, RandomProbes, root_blocks
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
@@ -157,7 +156,7 @@ def _probed_blocks(
     unit = jnp.zeros((v.shape[0], width), v.dtype).at[:, 0].set(1)
 
     def along(here: slice) -> Array:
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision(PRECISION):
             return kernel_along(
                 folded, model.params, (xq[here], first[here]), unit[here], train, trainable=mask
             )

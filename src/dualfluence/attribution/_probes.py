@@ -16,9 +16,8 @@ from jaxtyping import Array, Float
 from .._plan import COMPUTE
 from .._support.memory import total_memory
 from .._support.options import check_count
+from .._support.precision import HIGHEST
 from ..losses import AbstractFactor
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 LEADING_WIDTH = 64
 """Outputs up to which a number of probes means leading ones. Beyond, blocks of `c²` numbers for every

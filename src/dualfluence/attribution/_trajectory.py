@@ -1,6 +1,5 @@
 """Attribution of a real network from the checkpoints of its training."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -13,15 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._support.archive import digest_of_all
 from .._support.checks import check_finite, check_queries, check_rows
 from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
 from .._support.show import Shown
-from ..dual._attribution import Attribution
-from ..dual._quantity import Quantity, as_quantity
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ..problem._quantity import Quantity, as_quantity
+from ._attribution import Attribution
 from ._checkpoint import PROJECTED_RANK, checkpoint_scores
 from ._pieces import Pieces
 from ._probes import LeadingProbes, Probes, RandomProbes, chosen, rank_of
@@ -427,21 +427,10 @@ def _check_same_tree(name: str, params: PyTree, like: PyTree) -> None:
             )
 
 
-def _digest(arrays: Any) -> str:
-    code = hashlib.sha256()
-    for leaf in jax.tree.leaves(arrays):
-        array = np.ascontiguousarray(np.asarray(leaf)) if hasattr(leaf, "dtype") else None
-        code.update(
-            repr(leaf).encode() if array is None else f"{array.dtype}{array.shape}".encode()
-        )
-        code.update(b"" if array is None else array.tobytes())
-    return code.hexdigest()
-
-
 def _digest_run(run: Trajectory, k: int) -> str:
     held = run.preconditioner
     diagonal = None if held is None else held(k) if callable(held) else held[k]
-    return _digest((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
+    return digest_of_all((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
 
 
 def _fingerprint(data: _Data, options: _Options) -> str:
@@ -454,4 +443,4 @@ def _fingerprint(data: _Data, options: _Options) -> str:
         options.rank if options.method == "projected" else 0,
     ]
     arrays = (data.x, data.targets, data.xq, data.quantity.targets)
-    return json.dumps([_digest(arrays), *map(str, said)])
+    return json.dumps([digest_of_all(arrays), *map(str, said)])

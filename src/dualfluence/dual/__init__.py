@@ -1,1 +1,1 @@
-"""The flow itself: fit or take over a model, edit its training set, read out what changed."""
+"""A model in dual variables: what it is, how it is read out, the Newton iteration that trains it."""

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.trees import tree_norm
 from ..kernels._linearized import Linearized
+from ..models._passes import outputs_at
 from ..models._sources import pull_back
-from ._readout import outputs_at
 
 FAR = 0.1
 """Relative gap above which `from_trained` warns. Doubled, it warns of fewer networks."""

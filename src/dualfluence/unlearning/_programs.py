@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import ARRAYS, jit
+from .._support.precision import PRECISION
 from ..problem._certificate import Certificate, Norms, measure_norms, norms_of_square
 from ..problem._objective import AnyArray, Problem, State
 from ._anchor import Anchor
@@ -80,7 +81,10 @@ class Programs:
             held = (gone.rows, gone.T, gone.C, gone.forces, gone.points, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
-            gone, state = Gone(*after, count=gone.count + 1), found.state
+            room, count = gone.room, gone.count
+            room.rows, room.T = after[:2]
+            gone = Gone(room, *after[2:], count=count + 1, mark=room.wrote(count))
+            state = found.state
         return gone, found
 
     def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
@@ -186,7 +190,7 @@ def _less(
     own = jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, own, place * c, axis=0)
     points = jax.lax.dynamic_update_slice_in_dim(points, point[None], place, axis=0)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         seen = jax.lax.dynamic_slice_in_dim(rows, point * c, c, axis=1)
         row = next_row(T, C, seen)
         row = jax.lax.dynamic_update_slice_in_dim(row, jnp.eye(c, dtype=T.dtype), place * c, axis=1)
@@ -216,7 +220,7 @@ def _polished(
 ) -> Found:
     total, kept = jnp.sum(shares), (shares > 0).astype(shares.dtype)
     given = (rows, T, C, points, rho, kept, total)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         step = make_correction(DEVICE, Fixed.of(anchor), *given)
     after = state.moved(*step)
     return Found(after, *_judged(anchor, after, shares / total))

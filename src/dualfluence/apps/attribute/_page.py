@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..._support.files import write_atomically
-from ...dual._attribution_plot import as_picture, label
+from ...attribution._attribution_plot import as_picture, label
 from ..page._scene import Scene
 from ..page._view import action_of, document_of, groups_of, scores_of, state_of, what_stays
 from ..page._write import one_file

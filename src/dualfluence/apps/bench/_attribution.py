@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 
 from ... import datasets
 from ...attribution import Trajectory, evaluate
-from ...dual._record import NotConverged
+from ...problem._record import NotConverged
 from ..compare._machine import describe_machine, num_cores
 from ..compare._timing import time_call, time_calls
 from ._kernels import SAMPLE_SECONDS, _resident, _return_free_memory

@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 
 from ... import primal
 from ...attribution import TRAK, GradCos, GradDot, TracIn
-from ...dual._record import NotConverged
 from ...kernels._linearized import linearize
 from ...losses import SoftmaxCrossEntropy
+from ...problem._record import NotConverged
 
 SHIFTS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Dampings that solvers try, over the ridge that training stood for. The best

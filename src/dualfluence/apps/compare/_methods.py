@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ... import primal
-from ...dual._fitted import Fitted
-from ...dual._update import Update
+from ...fitted._fitted import Fitted
+from ...fitted._update import Update
 from ...metrics import tree_norm
 from ...problem._edits import Remove
 from ._names import ITERATED, ONE_STEP, PARAMETER, RETRAINED, TWO_STEPS

@@ -10,12 +10,12 @@ from jaxtyping import PyTree
 
 from ... import metrics
 from ...datasets import Dataset
-from ...dual._fit import fit
-from ...dual._readout import outputs_at
-from ...dual._sketch import Sketch
+from ...fitted._fit import fit
+from ...fitted._sketch import Sketch
 from ...kernels._linearized import Linearized
 from ...losses import SoftmaxCrossEntropy
 from ...models._options import KernelOptions
+from ...models._passes import outputs_at
 from ._methods import Method, Settings, Trained
 from ._names import RANDOM
 from ._timing import Timing, time_calls

@@ -1,6 +1,6 @@
 """What the page cannot say, in sentences that are true of the model on it."""
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 
 
 def limits(fitted: Fitted) -> list[str]:

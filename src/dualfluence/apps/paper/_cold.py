@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...dual._io import load
+from ...fitted._io import load
 from ...kernels._linearized import linearize
 from ..compare._methods import Settings, Trained
 from ..compare._names import ITERATED, ONE_STEP, PAPER, PARAMETER, RELEASED, SHARDED

@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...problem._edits import Remove
 from ..compare._methods import MAKERS, Method, Trained, in_data_space, read_out
 from ..compare._names import COMPARED, HELD, PAPER, PAPER_RELEASED, PARAMETER_RELEASED, SHARDED

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from ... import metrics
-from ...dual._descent import Descent, kernel_gradient_descent
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
-from ...dual._from_trained import from_trained
+from ...fitted._descent import Descent, kernel_gradient_descent
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
+from ...fitted._from_trained import from_trained
 from ...kernels._linearized import linearize
 from ...models._options import KernelOptions
 from ...operators import AbstractKernelOperator

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import metrics
-from ...dual._fitted import Fitted
-from ...dual._from_trained import from_trained
+from ...fitted._fitted import Fitted
+from ...fitted._from_trained import from_trained
 from ...losses import SquaredError
 from ..compare._methods import Settings, Trained
 from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT

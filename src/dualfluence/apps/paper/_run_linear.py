@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ... import metrics
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
 from ...kernels._linearized import linearize
 from ...models._options import KernelOptions
 from ..compare._methods import Settings, Trained
