@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cases
-import dualfluence as dfl
 from dualfluence.attribution import Trajectory, _checkpoint, attribute_runs
 from dualfluence.attribution._trajectory import shrunk
 from dualfluence.kernels._linearized import Linearized

@@ -71,6 +71,9 @@ class Trajectory(Shown):
       sequence: the mean over the steps up to each checkpoint.
     - `preconditioner`: for Adam and its kin. Parameter pytrees (or a function of k) that hold the
       diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
+      `adapters.adam_record` reads it from what Optax or PyTorch keeps.
+    - `weight_decay`: of training, plain L2 for SGD, decoupled (AdamW) with a preconditioner: a ridge in the
+      metric of the steps, which adds to that of stopping.
     - `kappa`: `κ`; see `KAPPA` for why 3.
     - `trainable`: as in `linearize`.
     """
@@ -81,6 +84,7 @@ class Trajectory(Shown):
     learning_rate: Any
     momentum: float = 0.0
     preconditioner: Any = None
+    weight_decay: float = 0.0
     kappa: float = KAPPA
     trainable: Any = None
 
@@ -104,6 +108,10 @@ class Trajectory(Shown):
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Trajectory: momentum must be in [0, 1), got {self.momentum}.")
+        if not (np.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(
+                f"Trajectory: weight_decay must be a number of at least 0, got {self.weight_decay}."
+            )
         if not (np.isfinite(self.kappa) and self.kappa > 0):
             raise ValueError(f"Trajectory: kappa must be a positive number, got {self.kappa}.")
         if not callable(self.checkpoints):
@@ -132,9 +140,10 @@ class Trajectory(Shown):
         return len(np.asarray(self.steps))
 
     def ridge(self, k: int) -> float:
-        """`λ_t = 1/(κ η s_t)` with `η` the learning rate over one minus the momentum."""
+        """`λ_t = 1/(κ η s_t)` plus the weight decay, `η` the learning rate over one minus the momentum."""
         rate = np.broadcast_to(np.asarray(self.learning_rate, float), (self.num_checkpoints,))[k]
-        return float((1 - self.momentum) / (self.kappa * rate * np.asarray(self.steps)[k]))
+        stopped = (1 - self.momentum) / (self.kappa * rate * np.asarray(self.steps)[k])
+        return float(stopped + self.weight_decay)
 
     def checkpoint(self, k: int) -> PyTree:
         """The k-th parameters, checked."""
