@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from lds_candidates import OTHER_KAPPAS, REFERENCE, SETTINGS
 from lds_recipes import RECIPES, apply, make_train, pick, steps_at, train_runs
+from rivals import Trained, rival_scores
 
 import dualfluence as dfl
-from dualfluence.apps.bench import Trained, rival_scores
 from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
 from dualfluence.attribution._checkpoint import checkpoint_scores
 from dualfluence.attribution._rivals import DAMPINGS, trak_terms

@@ -16,7 +16,7 @@ from .._support.options import check_choice, check_flag, check_instance
 from .._support.progress import ProgressFn
 from .._support.trees import tree_norm
 from .._support.wide import double
-from ..dual._fidelity import FAR, Fidelity, Trained, measure, see, warn_if_far
+from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure, see, warn_if_far
 from ..dual._newton import inspect_jit, op_diagonal, op_mv
 from ..dual._readout import Reference
 from ..kernels._affine import is_affine
@@ -241,6 +241,6 @@ def _gap_rounding(
     return GAP_ROUNDING * float(eps) * (size + reach + outputs)
 
 
-def _is_stationary(fidelity: Fidelity, ridge: float, trained: Trained) -> bool:
+def _is_stationary(fidelity: Fidelity, ridge: float, trained: SeenNetwork) -> bool:
     """Whether training came near its optimum: `‖∇L‖/λ` is small beside `‖θ − θ₀‖`."""
     return fidelity.gradient_norm / ridge <= FAR * float(tree_norm(trained.change))

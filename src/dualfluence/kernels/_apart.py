@@ -20,7 +20,7 @@ from .._support.compile import jit
 from .._support.precision import PRECISION
 from ._jacobian import push
 from ._program import as_program, mentions
-from ._rows import Free, Mixed, Points, follow
+from ._rows import Free, Mixed, Points, follow_rows
 from ._trace import program_digest, shapes_of, trace
 
 Batched = Callable[[Any, Any, Any], Any]
@@ -63,7 +63,7 @@ def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
         for s in program.inputs[:-num_rows]
     ]
     try:
-        outs = follow(program, [*states, *[Points(0)] * num_rows], 3)
+        outs = follow_rows(program, [*states, *[Points(0)] * num_rows], 3)
     except Mixed:
         return False
     return all(s == Points(0) or (isinstance(s, Free) and 0 in s.same) for s in outs)

@@ -15,7 +15,7 @@ from .._support.points import count_points
 from .._support.precision import HIGHEST, PRECISION
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
-from ._prepare import as_inputs, prepare
+from ._prepare import as_inputs, prepare_kernel
 from ._recipe import Method
 from ._report import KernelReport
 from ._schedule import FeatureStore, choose_tiles
@@ -124,7 +124,7 @@ def kernel_block(
     **Returns:** the block, shape `(n1, c, n2, c)`.
     """
     x1, x2 = as_inputs(x1, x2)
-    prepared, leaves, rest = prepare(apply_fn, params, x1, trainable, method, precision)
+    prepared, leaves, rest = prepare_kernel(apply_fn, params, x1, trainable, method, precision)
     prepared.check_apart(leaves, rest, x1)
     f1 = prepared.features(leaves, rest, x1, count_points(x1))
     f2 = prepared.features(leaves, rest, x2, count_points(x2))
@@ -153,7 +153,7 @@ def kernel_rows(
     # Not around a `yield`: it would hold for the caller too.
     highest = partial(jax.default_matmul_precision, PRECISION)
     with highest():
-        prepared, leaves, rest = prepare(apply_fn, params, x, trainable, method, precision)
+        prepared, leaves, rest = prepare_kernel(apply_fn, params, x, trainable, method, precision)
         prepared.check_apart(leaves, rest, x)
         n, c, dtype = count_points(x), prepared.recipe.num_outputs, prepared.recipe.dtype
         budget = tile_budget(size * n * c**2 * np.dtype(dtype).itemsize)
@@ -185,14 +185,14 @@ def kernel_report(
     Nothing is computed but shapes: `params` and `x` may be `jax.ShapeDtypeStruct`s.
     """
     x, _ = as_inputs(x, None)
-    return prepare(apply_fn, params, x, trainable, method, HIGHEST)[0].report
+    return prepare_kernel(apply_fn, params, x, trainable, method, HIGHEST)[0].report
 
 
 def _kernel(
     apply_fn: Any, params: Any, x1: Any, x2: Any, options: Any, run: Any, *, traced: bool
 ) -> EmpiricalKernel:
     x1, x2 = as_inputs(x1, x2)
-    prepared, leaves, rest = prepare(apply_fn, params, x1, **options)
+    prepared, leaves, rest = prepare_kernel(apply_fn, params, x1, **options)
     prepared.check_apart(leaves, rest, x1)
     sizes = (count_points(x1), None if x2 is None else count_points(x2))
     entries = sizes[0] * (sizes[1] or sizes[0]) * (1 if traced else prepared.recipe.num_outputs**2)

@@ -14,7 +14,7 @@ from .._support.points import common_length, count_points
 from ._apart import Apart
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
-from ._params import Split, opened, split_params, widen
+from ._params import Split, opened, split_params, widen_half
 from ._recipe import Method, Recipe
 from ._report import make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
@@ -56,7 +56,7 @@ class Prepared:
 _KEPT = Kept[Prepared](MAX_KEPT)
 
 
-def prepare(
+def prepare_kernel(
     apply_fn: Callable[..., Any],
     params: Any,
     x: Any,
@@ -146,11 +146,11 @@ def _as_points(name: str, x: Any) -> Any:
 
 def _as_input(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return widen(x)
+        return widen_half(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
         return x.astype(jax.dtypes.canonicalize_dtype(widen_dtype(x.dtype)), copy=False)
-    return widen(x)
+    return widen_half(x)
 
 
 def widen_dtype(dtype: Any) -> Any:

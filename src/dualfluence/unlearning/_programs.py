@@ -44,7 +44,7 @@ class Found(NamedTuple):
         return Certificate(gradient, rounding, parameters, ridge)
 
 
-class Compiled(NamedTuple):
+class RequestPrograms(NamedTuple):
     """One point less, one step more, judgement as it is, and judgement with products of its own."""
 
     less: Any
@@ -137,7 +137,7 @@ class Programs:
 
 
 @lru_cache(maxsize=16)
-def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
+def _compiled(tree: Any, fixed: tuple[Any, ...]) -> RequestPrograms:
     """Programs for anchors of one structure; those of the next anchor are the same."""
 
     def anchor_of(arrays: tuple[Any, ...]) -> Anchor:
@@ -161,7 +161,7 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
     # `less` and `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny
     # one gains.
     quick = jit(less, donate_argnums=(1, 2)).outermost, jit(judge).outermost
-    return Compiled(quick[0], jit(polish), quick[1], jit(measure))
+    return RequestPrograms(quick[0], jit(polish), quick[1], jit(measure))
 
 
 @lru_cache(maxsize=4)

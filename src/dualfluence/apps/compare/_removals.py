@@ -16,7 +16,7 @@ from ...kernels._linearized import Linearized
 from ...losses import SoftmaxCrossEntropy
 from ...models._options import KernelOptions
 from ...models._passes import outputs_at
-from ._methods import Method, Settings, Trained
+from ._methods import Method, Settings, TrainedCase
 from ._names import RANDOM
 from ._timing import Timing, time_calls
 
@@ -67,9 +67,9 @@ class Removals:
         )
         self.params = self.fitted.params()
 
-    def trained(self, settings: Settings) -> Trained:
+    def trained(self, settings: Settings) -> TrainedCase:
         """What methods are made from."""
-        return Trained(self.fitted, self.params, self.y, settings)
+        return TrainedCase(self.fitted, self.params, self.y, settings)
 
     def indices(self, percent: float, seed: int = 0) -> np.ndarray:
         """Points to remove, drawn over all classes."""

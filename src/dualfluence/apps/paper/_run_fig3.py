@@ -11,7 +11,7 @@ from ... import metrics
 from ...fitted._fitted import Fitted
 from ...fitted._from_trained import from_trained
 from ...losses import SquaredError
-from ..compare._methods import Settings, Trained
+from ..compare._methods import Settings, TrainedCase
 from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT
 from ._common import Context, accuracies, forget_sets, get_points
 from ._config import Fig3
@@ -108,7 +108,7 @@ class NonlinearCase:
         details: dict[str, Any] = {}
         bases = {None: self.base, TANGENT: self.base_at_trained}
         for label, base in bases.items():
-            trained = Trained(base, self.params, points.y, self.settings)
+            trained = TrainedCase(base, self.params, points.y, self.settings)
             names = COMPARED if label is None else (ITERATED,)
             for name, method in make_methods(trained, names).items():
                 found[label or name], details[label or name] = method(gone)

@@ -1,12 +1,12 @@
 """Attribution methods on one problem: seconds, memory, and agreement with retraining.
 
+    python benchmarks/attribution.py --out benchmarks/results/attribution_cpu.json
+
 A network trained by full-batch gradient descent from one start: training has no randomness, so that
 retraining without a point is the truth about that point and no method is measured against noise.
 """
 
-import gc
-import threading
-from collections.abc import Callable
+import argparse
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -16,14 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rivals import Candidate, Trained, candidates
 
-from ... import datasets
-from ...attribution import Trajectory, evaluate
-from ...problem._record import NotConverged
-from ..compare._machine import describe_machine, num_cores
-from ..compare._timing import time_call, time_calls
-from ._kernels import SAMPLE_SECONDS, _resident, _return_free_memory
-from ._rival_scores import Candidate, Trained, candidates
+from dualfluence import datasets
+from dualfluence.apps.compare._machine import describe_machine, num_cores
+from dualfluence.apps.compare._timing import time_call, time_calls
+from dualfluence.apps.paper._results import write_json
+from dualfluence.attribution import Trajectory, evaluate
+from dualfluence.problem._record import NotConverged
+from kernels import peak_above, resident
 
 OURS = "ours, trajectory"
 OURS_LAST = "ours, last checkpoint"
@@ -147,7 +151,7 @@ def _best(name: str, tried: list[Candidate], problem: Problem, repeats: int) -> 
         **facts,
         "seconds_first": first,
         "seconds_repeat": float(np.median(time_calls(candidate.scores, repeats)[1])),
-        "peak_bytes": peak_bytes(candidate.scores),
+        "peak_bytes": peak_above(candidate.scores, _in_use),
         "settings": {setting: entry[0]["lds"] for setting, entry in found.items()},
     }
 
@@ -163,32 +167,11 @@ def _agreement(scores: np.ndarray, problem: Problem) -> dict[str, Any]:
     }
 
 
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Bytes in use at the peak of a compiled call, less those before: resident, or the device's."""
-    gc.collect()
-    _return_free_memory()
-    before, peak, done = _in_use(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(SAMPLE_SECONDS):
-            peak = max(peak, _in_use())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        call()
-    finally:
-        done.set()
-        thread.join()
-    return max(peak - before, 0)
-
-
 def _in_use() -> int:
     stats = jax.devices()[0].memory_stats()
     if stats and "bytes_in_use" in stats:
         return int(stats["bytes_in_use"])
-    return _resident() if Path("/proc/self/statm").exists() else 0
+    return resident() if Path("/proc/self/statm").exists() else 0
 
 
 def _make_problem(
@@ -274,9 +257,6 @@ def _descend(x: Array, y: Array, rate: float, state: Any, weights: Array, steps:
 
 def attribution_table(result: dict[str, Any]) -> Any:
     """The methods as a table, best agreement first."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     config = result["config"]
     title = f"{config['network']}, {config['points']} points, {config['queries']} queries"
     caption = "LDS, LOO: correlation with retraining on halves and without single points"
@@ -307,7 +287,7 @@ def plot_attribution(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from ..compare._look import BLUE, GREY
+    from dualfluence.apps.compare._look import BLUE, GREY
 
     fig, axes = plt.subplots(1, 2, figsize=(11, 4.5), sharey=True, layout="constrained")
     shown = [m for m in result["methods"] if m["lds"] is not None]
@@ -356,3 +336,20 @@ def _name_points(ax: Any, points: list[tuple[str, float, float, str]]) -> None:
         for i, text in enumerate(tried):
             if i != best:
                 text.remove()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--points", type=int, default=500, help="training images")
+    parser.add_argument("--repeats", type=int, default=7, help="repeated calls")
+    parser.add_argument("--out", type=Path, help="JSON file, with two plots beside it")
+    args = parser.parse_args()
+    result = bench_attribution(points=args.points, repeats=args.repeats)
+    Console().print(attribution_table(result))
+    if args.out is not None:
+        write_json(args.out, result)
+        plot_attribution(result, args.out.with_suffix(".svg"))
+
+
+if __name__ == "__main__":
+    main()

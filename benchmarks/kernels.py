@@ -1,5 +1,9 @@
-"""Kernels of finite and of infinitely wide networks: time per kernel, and memory over the result."""
+"""Kernels of finite and of infinitely wide networks: time per kernel, and memory over the result.
 
+python benchmarks/kernels.py --out benchmarks/results/kernels_cpu.json --peer-python …
+"""
+
+import argparse
 import ctypes
 import gc
 import json
@@ -15,16 +19,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ... import infinite
-from ...kernels import empirical_kernel, traced_kernel
-from ..compare._machine import describe_machine, num_cores
-from ..compare._networks import Architecture, make_network, plain_relu_network
-from ..compare._timing import median_repeat, time_first_and_repeats
+from dualfluence import infinite
+from dualfluence.apps.compare._machine import describe_machine, num_cores
+from dualfluence.apps.compare._networks import Architecture, make_network, plain_relu_network
+from dualfluence.apps.compare._timing import median_repeat, time_first_and_repeats
+from dualfluence.apps.paper._results import write_json
+from dualfluence.kernels import empirical_kernel, traced_kernel
 
 MIB = 2**20
 WIDTHS = (784, 1024, 1024, 1024, 10)
 FCNN, CNN = Architecture("fcnn", 3, None), Architecture("cnn", 3, None)
-PEER_SCRIPT = Path(__file__).parents[4] / "benchmarks" / "peer_neural_tangents.py"
+PEER_SCRIPT = Path(__file__).with_name("peer_neural_tangents.py")
 JACOBIAN_BYTES = 1024 * MIB
 """Budget of the Jacobian tiles: one point's Jacobian takes 116 MiB."""
 WARM_UP_POINTS = 6
@@ -144,23 +149,7 @@ def measure_memory(call: Callable[[], Any]) -> dict[str, Any]:
     size = jax.block_until_ready(call()).nbytes
     if not Path("/proc/self/statm").exists() or jax.devices()[0].platform != "cpu":
         return {"budget_bytes": MEMORY_BYTES, "result_bytes": size, "beyond_result_bytes": None}
-    gc.collect()
-    _return_free_memory()
-    before, peak, done = _resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(SAMPLE_SECONDS):
-            peak = max(peak, _resident())
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        jax.block_until_ready(call())
-    finally:
-        done.set()
-        thread.join()
-    beyond = max(peak - before - size, 0)
+    beyond = max(peak_above(call, resident) - size, 0)
     return {
         "budget_bytes": MEMORY_BYTES,
         "result_bytes": size,
@@ -169,13 +158,29 @@ def measure_memory(call: Callable[[], Any]) -> dict[str, Any]:
     }
 
 
+def peak_above(call: Callable[[], Any], in_use: Callable[[], int]) -> int:
+    """Bytes in use at the peak of a call, less those before."""
+    gc.collect()
+    _return_free_memory()
+    before, peak, done = in_use(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(SAMPLE_SECONDS):
+            peak = max(peak, in_use())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        jax.block_until_ready(call())
+    finally:
+        done.set()
+        thread.join()
+    return max(peak - before, 0)
+
+
 def run_peer(python: str, sizes: dict[str, Any]) -> dict[str, Any]:
     """Neural Tangents' times for the same work, from its own environment."""
-    if not PEER_SCRIPT.exists():
-        raise FileNotFoundError(
-            f"bench kernels: {PEER_SCRIPT} not found. The peer script is part of the repository, "
-            "not of the package: run from a checkout."
-        )
     command = [python, str(PEER_SCRIPT), json.dumps(sizes)]
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
@@ -217,7 +222,7 @@ def _normal(*shape: int, seed: int = 0) -> Array:
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
-def _resident() -> int:
+def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -226,3 +231,20 @@ def _return_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=7, help="repeated calls of the fast methods")
+    parser.add_argument("--large", action="store_true", help="also the sizes that take minutes")
+    parser.add_argument("--peer-python", help="a Python with Neural Tangents, timed alongside")
+    parser.add_argument("--out", type=Path, help="JSON file; by default only printed")
+    args = parser.parse_args()
+    result = bench_kernels(repeats=args.repeats, large=args.large, peer_python=args.peer_python)
+    print(json.dumps(result, indent=1))
+    if args.out is not None:
+        write_json(args.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import PyTree
 
-from ... import primal
-from ...attribution import TRAK, GradCos, GradDot, TracIn
-from ...kernels._linearized import linearize
-from ...losses import SoftmaxCrossEntropy
-from ...problem._record import NotConverged
+from dualfluence import primal
+from dualfluence.attribution import TRAK, GradCos, GradDot, TracIn
+from dualfluence.kernels._linearized import linearize
+from dualfluence.losses import SoftmaxCrossEntropy
+from dualfluence.problem._record import NotConverged
 
 SHIFTS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Dampings that solvers try, over the ridge that training stood for. The best
