@@ -1,7 +1,7 @@
 """Writes the tables of the documentation whose numbers come from records.
 
-`python scripts/make_numbers.py` replaces the text between `<!-- numbers: NAME -->` and `<!-- end of numbers -->`
-in every page. With `--check` it changes nothing and fails where a page differs from its record.
+`python scripts/make_numbers.py` writes every table that stands between `<!-- numbers: NAME -->` and
+`<!-- end of numbers -->`. With `--check` it changes nothing and fails where a page differs from its record.
 """
 
 import json
@@ -77,24 +77,32 @@ def steps() -> str:
     return table("| | 500 points, 2 CPU cores | 2,000 points, H200 |", rows)
 
 
-def attribution() -> str:
-    cpu, gpu = (
-        {r["method"]: r for r in record(f"attribution_{m}")["methods"]} for m in ("cpu", "h200")
-    )
+def by_agreement(machine: str) -> dict[str, Any]:
+    """Rows of the record, the best agreement on the CPU first."""
+    order = {r["method"]: -r["lds"] for r in record("attribution_cpu")["methods"]}
+    rows = record(f"attribution_{machine}")["methods"]
+    return {row["method"]: row for row in sorted(rows, key=lambda row: order[row["method"]])}
 
-    def costs(row: dict[str, Any]) -> list[str]:
-        both = f"{seconds(row['seconds_first'])}, {seconds(row['seconds_repeat'])}"
-        return [both, f"{max(1, round(row['peak_bytes'] / 2**20))} MiB"]
 
+def agreement() -> str:
     rows = []
-    for name, row in sorted(cpu.items(), key=lambda item: -item[1]["lds"]):
+    for name, row in by_agreement("cpu").items():
         low, high = row["lds_interval"]
-        agreement = f"{row['lds']:.3f} [{low:.2f}, {high:.2f}]"
-        setting = row["setting"] or "–"
-        rows.append([name, setting, agreement, f"{row['loo_correlation']:.2f}"])
-        rows[-1] += costs(row) + costs(gpu[name])
-    head = "| method | damping | LDS | leave-one-out | CPU: first, repeated | CPU memory |"
-    return table(f"{head} H200: first, repeated | H200 memory |", rows)
+        lds = f"{row['lds']:.3f} [{low:.2f}, {high:.2f}]"
+        rows.append([name, row["setting"] or "–", lds, f"{row['loo_correlation']:.2f}"])
+    return table("| method | damping | LDS | leave-one-out |", rows)
+
+
+def costs() -> str:
+    cpu, gpu = by_agreement("cpu"), by_agreement("h200")
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        memory = f"{max(1, round(row['peak_bytes'] / 2**20))} MiB"
+        return [seconds(row["seconds_first"]), seconds(row["seconds_repeat"]), memory]
+
+    rows = [[name, *cells(cpu[name]), *cells(gpu[name])] for name in cpu]
+    head = "| method | CPU, first | CPU, repeated | CPU, memory | H200, first |"
+    return table(f"{head} H200, repeated | H200, memory |", rows)
 
 
 LDS = [
@@ -173,7 +181,8 @@ def forgetting_network() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "core": core,
     "steps": steps,
-    "attribution": attribution,
+    "agreement": agreement,
+    "costs": costs,
     "lds": lds,
     "forgetting-linearised": forgetting_linearised,
     "forgetting-network": forgetting_network,
