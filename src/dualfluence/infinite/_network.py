@@ -45,8 +45,8 @@ class Network(Serial):
     `(n1, n2)`. `kind="nngp"` is the covariance of the outputs at initialisation, `"ntk"` the
     tangent kernel (Jacot et al. 2018; Arora et al. 2019 for convolutions).
 
-    Two passes: each point with itself, once per point, then pairs of points in tiles. On images
-    only the displacements between pixels that the read-out needs are stored.
+    There are two passes: each point with itself, once per point, and then pairs of points in tiles. On
+    images only the displacements between pixels that the read-out needs are stored.
     """
 
     def kernel(

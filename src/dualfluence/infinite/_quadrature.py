@@ -1,4 +1,4 @@
-"""Any other elementwise activation, through Gauss-Hermite quadrature."""
+"""Any other elementwise activation, by Gauss-Hermite quadrature."""
 
 import math
 from collections.abc import Callable
