@@ -143,7 +143,7 @@ def test_trees_are_rows_of_bytes_and_come_back():
     ("change", "words"),
     [
         ({"mask": np.array([True, False])}, r"x\['mask'\]: expected shape \(q, 1\)"),
-        ({"mask": np.ones((3, 1), bool)}, "equally many"),
+        ({"mask": np.ones((3, 1), bool)}, "same number of them"),
         ({"extra": np.ones(2)}, "expected a tree of arrays like"),
         ({"tokens": np.full((2, 3), 2**40)}, "cannot hold"),
     ],

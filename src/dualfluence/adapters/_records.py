@@ -1,4 +1,4 @@
-"""What an optimiser did, as `attribution.Trajectory` asks for it."""
+"""The record of an optimiser, in the form that `attribution.Trajectory` takes."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ def sgd_record(optimizer: Any, steps: Any, *, momentum: float | None = None) -> 
 
     **Arguments:**
 
-    - `optimizer`: an Optax schedule (a function of the step, from 0), a constant, the learning rate of
-      every step in a sequence (what a PyTorch scheduler's `get_last_lr()` said), or a
-      `torch.optim.SGD`, whose rate was constant and whose momentum is read.
+    - `optimizer`: an Optax schedule (a function of the step, from 0), a constant, a sequence with the
+      learning rate of every step (as `get_last_lr()` of a PyTorch scheduler returns it), or a
+      `torch.optim.SGD` with a constant rate, from which the momentum is read too.
     - `steps`: optimiser steps before each checkpoint.
-    - `momentum`: that of training, 0 by default; from a PyTorch optimiser it is read.
+    - `momentum`: that of training, 0 by default; not needed with a PyTorch optimiser.
     """
     counts = [int(step) for step in steps]
     if hasattr(optimizer, "param_groups"):
@@ -50,8 +50,8 @@ def _from_torch(optimizer: Any) -> tuple[float, float]:
     groups = optimizer.param_groups
     if any("momentum" not in group for group in groups):
         raise ValueError(
-            f"sgd_record: {type(optimizer).__name__} is not SGD. For Adam and its kin give Trajectory "
-            "a `preconditioner`."
+            f"sgd_record: {type(optimizer).__name__} is not SGD. For Adam and similar optimisers "
+            "give Trajectory a `preconditioner`."
         )
     found = {(float(g["lr"]), float(g["momentum"]), float(g["dampening"])) for g in groups}
     if len(found) > 1 or any(dampening for _, _, dampening in found):

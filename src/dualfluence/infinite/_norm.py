@@ -35,9 +35,9 @@ class Identity(AbstractLayer):
 
 @dataclass(frozen=True)
 class LayerNorm(AbstractLayer):
-    r"""Normalise over channels, and over the spatial axes named too.
+    r"""Normalise over channels, and over the spatial axes in `axis`.
 
-    $K' = K/\sqrt{(\epsilon+\bar q_1)(\epsilon+\bar q_2)}$, the variances averaged over the
+    $K' = K/\sqrt{(\epsilon+\bar q_1)(\epsilon+\bar q_2)}$, with the variances averaged over the
     normalised spatial axes.
 
     **Arguments:**
