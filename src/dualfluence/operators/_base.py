@@ -159,9 +159,10 @@ class AbstractKernelOperator(eqx.Module):
 
     def at_points(self, x: Any, layout: Layout) -> "AbstractKernelOperator":
         """The same kernel function at other points, one for each row of `layout`."""
-        self._lacks("at_points", (
-            "It has stored numbers and no network to compute others. Fit again at these points."
-        ))
+        self._lacks(
+            "at_points",
+            ("It has stored numbers and no network to compute others. Fit again at these points."),
+        )
 
     def with_columns(self, columns: Any, start: int, stop: int) -> "AbstractKernelOperator":
         """`K` with the points `start:stop` written into spare rows; spare rows may remain after them.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-DATA = "Data as .npz: x, y, xq, yq, perhaps groups. By default mnist-small."
+DATA = "Data as .npz: x, y, xq, yq, and optionally groups. By default mnist-small."
 MODEL = "module:function that returns (apply_fn, params) or a kernel. By default a wide network."
 
 

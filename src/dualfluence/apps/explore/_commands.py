@@ -10,8 +10,8 @@ MODEL = (
     "network of the demo on embedded digits."
 )
 NETWORK = "For a saved model: module:function that it was fitted with."
-DATA = "Data as .npz: x, y, xq, yq, perhaps groups. By default mnist-small."
-SAVE = "Write the page as one file that needs no server, and end."
+DATA = "Data as .npz: x, y, xq, yq, and optionally groups. By default mnist-small."
+SAVE = "Write the page as one file that needs no server, and exit."
 
 
 def register(app: typer.Typer) -> None:

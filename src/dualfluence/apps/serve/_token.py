@@ -1,4 +1,4 @@
-"""The bearer token of a server: made at first start, readable by its owner alone."""
+"""The bearer token of a server, made at its first start and readable only by its owner."""
 
 import hmac
 import os
@@ -9,7 +9,7 @@ from ..._support.files import FileError
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`, which is made if it is not there."""
+    """The token in `path`, which is made if it does not exist."""
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
@@ -27,11 +27,13 @@ def _checked(path: Path) -> str:
         raise FileError(f"{path}: others can read the token. Run: chmod 600 {path}")
     token = path.read_text("ascii").strip()
     if len(token) < 32:
-        raise FileError(f"{path}: not a token of this server. Delete it to have a new one made.")
+        raise FileError(
+            f"{path}: not a token of this server. Delete it, and a new one will be made."
+        )
     return token
 
 
 def is_authorised(header: str | None, token: str) -> bool:
-    """Whether the header carries the token; takes the same time wherever they differ."""
+    """Whether the header carries the token; the comparison always takes the same time."""
     given = (header or "").encode("utf-8", "replace")
     return hmac.compare_digest(given, f"Bearer {token}".encode())
