@@ -108,7 +108,8 @@ it most (<b class="harmful">harmful</b>: without one the loss falls).</p>{strips
 <h2>Which labels are wrong?</h2>
 <p>{labels["flipped"]} of {config["points"]} labels were made wrong on purpose. Each label was compared
 with the model trained without its digit; one call left out all digits in turn. Of the {shown} most
-suspicious, shown here, <b>{wrong} are wrong</b> (area under the curve {labels["auc"]:.3f}; 0.5 is chance).</p>
+suspicious, shown here, <b>{wrong} are wrong</b> (area under the curve {labels["auc"]:.3f};
+0.5 is chance).</p>
 <div class="row">{suspects}</div>"""
 
 
