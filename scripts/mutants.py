@@ -5,9 +5,10 @@
 
 Each bug is one operator, comparison, constant, sign, condition, dropped call or swapped pair of arguments
 (`mutations.py`), drawn by seed from the core rooms in turn. The tests are those of the default gate. A first
-run of them on a copy whose functions say that they ran maps every file of tests to the functions that it
-runs; a bug is then shown to the files that run its function, those of its own room first, and to the first
-failure. A test that fails without a bug does not take part. A run longer than `--limit` seconds of CPU is
+run of them on a copy whose functions say that they ran maps every test to the functions that it runs; a bug
+is then shown to the files that run its function, those of its own room first, of these to the tests that ran
+it before the others (which may use what was compiled), and to the first failure. A test that fails without a
+bug does not take part. A run longer than `--limit` seconds of CPU is
 unfinished, neither seen nor survived; one that takes far longer than without the bug counts as seen.
 
 Results are appended to `OUT/results.jsonl` one by one, and a second call goes on where a killed one ended.
@@ -25,6 +26,7 @@ import resource
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import tomllib
 import traceback
@@ -54,6 +56,8 @@ IMPORTED = (
     "pytest",
 )
 """What every run of tests imports, and no bug changes: imported once, before processes fork."""
+QUIETLY = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+"""Hypothesis is a plugin of pytest, which warns where it is imported before pytest reads its plugins."""
 STARTING = 60
 """CPU seconds that a run may take besides its tests."""
 STATES = {"seen": 5, "survived": 9, "explained": 10, "unfinished": 11}
@@ -107,7 +111,7 @@ class Mapped:
     """Notes for every file of tests the functions that it runs, its seconds of CPU, and what fails."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.start, self.failed = out, time.process_time(), []
+        self.out, self.start, self.failed, self.runs = out, time.process_time(), [], {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -116,30 +120,46 @@ class Mapped:
     def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
         self.seen = sys.modules["builtins"].__dict__.setdefault(SEEN, set())
 
-    def pytest_runtest_logfinish(self, nodeid: str, location: Any) -> None:
-        file = nodeid.partition("::")[0]
-        self.file = file
-
     def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
+        file, _, test = item.nodeid.partition("::")
+        for started in Path(os.environ[SEEN]).iterdir():  # what processes of the test have run
+            self.seen |= set(started.read_text().split("\n"))
+            started.unlink()
+        for function in self.seen:
+            self.runs.setdefault(function, []).append(test)
+        self.seen.clear()
         if nextitem is not None and nextitem.path == item.path:
             return
         now = time.process_time()
-        line = {"file": item.nodeid.partition("::")[0], "seconds": round(now - self.start, 2),
-                "runs": sorted(self.seen), "failed": self.failed}  # fmt: skip
+        line = {"file": file, "seconds": round(now - self.start, 2),
+                "runs": self.runs, "failed": self.failed}  # fmt: skip
         append(self.out, line)
-        self.seen.clear()
         sys.modules["jax"].clear_caches()  # a program made once runs later without its functions
-        self.start, self.failed = time.process_time(), []
+        self.start, self.failed, self.runs = time.process_time(), [], {}
+
+
+IN_PROCESSES = f"""
+import atexit, builtins, os
+
+def tell():
+    with open(os.path.join(os.environ[{SEEN!r}], str(os.getpid())), "w") as file:
+        file.write("\\n".join(builtins.__dict__.get({SEEN!r}, ())))
+
+if {SEEN!r} in os.environ:
+    atexit.register(tell)
+"""
+"""`sitecustomize.py` of the watched copy: processes that tests start write down what they have run."""
 
 
 class Without:
-    """Leaves out tests that fail without any bug."""
+    """Leaves out tests that fail without any bug, and takes those first that ran the function."""
 
-    def __init__(self, failing: set[str]) -> None:
-        self.failing = failing
+    def __init__(self, failing: set[str], first: set[str]) -> None:
+        self.failing, self.first = failing, first
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.failing]
+        items.sort(key=lambda item: item.nodeid not in self.first)
 
 
 class First:
@@ -188,8 +208,9 @@ def fork(tree: Path, log: Path, args: list[str], plugins: list[Any], seconds: fl
             os.dup2(file.fileno(), 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree / "src")
+        os.environ[SEEN] = tempfile.mkdtemp(dir=tree)
         sys.path.insert(0, str(tree / "src"))
-        code = int(sys.modules["pytest"].main([*args, "-p", "no:cacheprovider"], plugins=plugins))
+        code = int(sys.modules["pytest"].main([*args, *QUIETLY], plugins=plugins))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -215,6 +236,7 @@ def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]
     todo = sorted(set(files) - {line["file"] for line in read_lines(path)})
     if todo:
         tree = copy_tree(out / "watched", watched)
+        (tree / "src" / "sitecustomize.py").write_text(IN_PROCESSES)
         print(f"Mapping {len(todo)} files of tests to the functions that they run ...", flush=True)
         running = [
             fork(tree, out / f"map-{k}.log", todo[k::jobs], [Mapped(path)], None)
@@ -227,7 +249,7 @@ def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]
             raise SystemExit(f"The tests do not run on a copy: see {out}/map-*.log.")
         for file in set(todo) - {line["file"] for line in read_lines(path)}:
             append(
-                path, {"file": file, "seconds": 0.0, "runs": [], "failed": []}
+                path, {"file": file, "seconds": 0.0, "runs": {}, "failed": []}
             )  # no test by default
     return {line["file"]: line for line in read_lines(path) if line["file"] in files}
 
@@ -270,10 +292,10 @@ def run(todo: list[Mutant], args: argparse.Namespace, found: dict[str, dict[str,
             first.unlink(missing_ok=True)
             plant(mutant, trees[slot])
             usual = 3 * sum(found[file]["seconds"] for file in files) + STARTING
-            plugins = [
-                Without({name for file in files for name in found[file]["failed"]}),
-                First(first),
-            ]
+            key = f"{mutant.file}::{mutant.function}"
+            failing = {name for file in files for name in found[file]["failed"]}
+            ran = {f"{file}::{test}" for file in files for test in found[file]["runs"].get(key, [])}
+            plugins = [Without(failing, ran), First(first)]
             command = ["-x", *files] if files else ["--collect-only", "tests/test_house.py"]
             pid = fork(
                 trees[slot], args.out / f"run-{slot}.log", command, plugins, min(usual, args.limit)
@@ -356,6 +378,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--anew", action="store_true", help="forget the results that are there")
+    parser.add_argument(
+        "--again", action="append", choices=("survived", "unfinished"), help="run these once more"
+    )
     return parser.parse_args()
 
 
@@ -377,7 +402,12 @@ def main() -> None:
     done = {
         (line["file"], line["start"], line["old"], line["new"]): line for line in read_lines(path)
     }
-    todo = [m for m in chosen if (m.file, m.start, m.old, m.new) not in done]
+    todo = [
+        m
+        for m in chosen
+        if (line := done.get((m.file, m.start, m.old, m.new))) is None
+        or line["state"] in (args.again or [])
+    ]
     if todo:
         run(todo, args, make_map(args.out, args.jobs, args.tests or ["tests/"]))
     done = {

@@ -149,6 +149,17 @@ def test_the_token_is_private_and_compared_whole(tmp_path):
         read_token(tmp_path / "token")
 
 
+def test_a_first_start_that_is_killed_leaves_a_folder_that_starts(tmp_path, monkeypatch):
+    (tmp_path / "token").touch()  # cut off between making the file and writing it
+    token = read_token(tmp_path / "token")
+    assert len(token) >= 32
+    assert read_token(tmp_path / "token") == token
+    monkeypatch.setattr(os, "fsync", lambda handle: (_ for _ in ()).throw(OSError(28, "full")))
+    with pytest.raises(ValueError, match="cannot write"):
+        read_token(tmp_path / "other")
+    assert [path.name for path in tmp_path.iterdir()] == ["token"]
+
+
 def test_concurrent_writers_are_served_one_after_another(p, tmp_path):
     desk = dfl.unlearning.open(tmp_path, cases.fit(p))
     with TestClient(make_app(desk, TOKEN)) as client:

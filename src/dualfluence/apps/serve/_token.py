@@ -1,25 +1,20 @@
 """The bearer token of a server, made at its first start and readable only by its owner."""
 
 import hmac
-import os
 import secrets
 from pathlib import Path
 
-from ..._support.files import FileError
+from ..._support.files import FileError, write_atomically
 
 
 def read_token(path: Path) -> str:
-    """The token in `path`, which is made if it does not exist."""
-    try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return _checked(path)
-    token = secrets.token_urlsafe(32)
-    with os.fdopen(handle, "w", encoding="ascii") as file:
-        file.write(token)
-        file.flush()
-        os.fsync(file.fileno())
-    return token
+    """The token in `path`. It is made if there is none or the file is empty, as after a kill."""
+    if not path.exists() or path.stat().st_size == 0:
+        token = secrets.token_urlsafe(32).encode("ascii")
+        write_atomically(path, lambda file: file.write(token), private=True)
+    return _checked(
+        path
+    )  # read again: of two servers that start at once both know the token that stays
 
 
 def _checked(path: Path) -> str:
