@@ -167,7 +167,7 @@ def test_a_kind_of_request_from_a_later_version_is_refused_by_name(fitted, tmp_p
     with dfl.unlearning.open(tmp_path, fitted) as desk:
         digest, certificate = desk.model_digest, desk.certificate
         desk._record("swap", [], 0, digest, certificate, "closed form", None, None)
-    with pytest.raises(LedgerError, match=r"'swap' is no request that this version knows"):
+    with pytest.raises(LedgerError, match=r"'swap' is not a request of this version"):
         dfl.unlearning.open(tmp_path, fitted)
 
 

@@ -32,8 +32,8 @@ with a kernel of 40 GB held another 40 GB. The peak of a fit on one H200 was 2.0
 and 1.08 without."""
 
 UNTUNED_BYTES = 2 * 2**30
-"""A program whose arguments are larger than this is compiled without trial runs. Doubled, kernels of up
-to 4 GiB may be held twice while their first program compiles."""
+"""A program whose arguments are larger than this is compiled without trial runs. With twice this value,
+kernels of up to 4 GiB may be held twice while their first program compiles."""
 
 
 def gpu_options() -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""The flow itself: fit or take over a model, edit its training set, read out what changed."""
+"""The main functions: fit or take over a model, edit its training set, and ask what changed."""

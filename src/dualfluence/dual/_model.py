@@ -114,15 +114,15 @@ class TrainedModel(DualModel):
         gap = 0.0 if ref is None else ref.gap
         if not until > gap:
             raise ValueError(
-                f"edit: until={until:.3g} cannot be reached: the trained parameters left a gap of "
-                f"{gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or fit, "
-                "which trains to the optimum and leaves no gap."
+                f"edit: until={until:.3g} cannot be attained: the trained parameters have a gap "
+                f"of {gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or "
+                "fit, which trains to the optimum and leaves no gap."
             )
         reading = ROOM * self._reading(self.certificate.parameter_norm)
         if not until > gap + reading:
             raise ValueError(
-                f"edit: until={until:.3g} cannot be reached: parameters in float32 round by up to "
-                f"{reading:.3g}. Give a larger until, or parameters in float64."
+                f"edit: until={until:.3g} cannot be attained: parameters in float32 round by up "
+                f"to {reading:.3g}. Give a larger until, or parameters in float64."
             )
         return (until - gap - reading) * (1 - 4 * float(np.finfo(float).eps))
 

@@ -30,21 +30,21 @@ UNDERFLOW = 1e-100
 
 
 class NotConverged(RuntimeError):
-    """A solve or a fit did not reach its tolerance. The message says how far it came."""
+    """A solve or a fit missed its tolerance. The message says how near it came."""
 
 
 class Stats(NamedTuple):
-    """How an answer was reached.
+    """How an answer was computed.
 
     - `steps`: Newton steps.
     - `iterations`: iterations of the linear solver, over all steps.
     - `products`: products with `K`, all included.
-    - `converged`: whether the answer is what was asked for; `notes` say so where rounding set the end.
+    - `converged`: whether the answer met its tolerance; `notes` say so if rounding ended the run.
     - `residual`: relative residual of the last linear solve.
     - `seconds`: wall time until the result was ready.
-    - `solver`, `reason`: the linear solver, and why that one.
-    - `notes`: what else happened: form of `K`, precision, preconditioner, floor of rounding.
-    - `edits`: edits by a number of steps in a row, since the last answer that met a tolerance.
+    - `solver`, `reason`: the linear solver, and the reason for the choice.
+    - `notes`: further facts: form of `K`, precision, preconditioner, floor of rounding.
+    - `edits`: number of edits in a row since the last answer that met a tolerance on the distance.
     """
 
     steps: int
@@ -149,9 +149,9 @@ def check_outcome(
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{cert.distance_bound:.3g} ({cert.relative_bound:.3g} of ‖θ − θ₀‖), of which rounding in "
-        f"{dtype} accounts for {floor:.3g}. Try {wider}a larger ridge, a looser tolerance or more "
-        "steps, or on_failure='report' to get the answer as it is."
+        f"{cert.distance_bound:.3g} ({cert.relative_bound:.3g} of ‖θ − θ₀‖), of which rounding "
+        f"in {dtype} accounts for {floor:.3g}. Try {wider}a larger ridge, a looser tolerance or "
+        "more steps, or on_failure='report' to get this answer."
     )
 
 

@@ -15,7 +15,7 @@ from ._factors import BlockFactor
 
 FUNCTION_UNITS = 16.0
 """Assumed error, in units in the last place, of an elementary function in the user's loss: compilers
-approximate functions like `tanh`. Doubled, certificates near their floor double."""
+approximate functions like `tanh`. With twice this value, certificates near their floor double."""
 
 
 class Convex(AbstractLoss):

@@ -19,20 +19,20 @@ from .._support.show import Shown, Table
 from ._objective import AnyArray, Problem, State
 
 ROUNDING_FACTOR = 4.0
-"""Safety factor on the estimate of rounding. Doubled, certificates near their floor double."""
+"""Safety factor on the estimate of rounding. With twice this value, certificates near their floor double."""
 
 SIGN_FACTOR = 3.0
 """Assumed rounding of a sum of many terms, as a multiple of that for random signs.
 
-Terms of one sign make partial sums grow, but sums run in blocks and lanes. Doubled, the floor of large
-problems doubles; small ones do not change, because for them the sum of magnitudes is the smaller
-limit."""
+Terms of one sign make partial sums grow, but sums run in blocks and lanes. With twice this value, the
+floor of large problems doubles; small ones do not change, because for them the sum of magnitudes is the
+smaller limit."""
 
 
 SHARED = 2.0
 """Assumed error of a long sum of terms of one sign, in rounding units of `‖Jᵀα‖`, before
-`ROUNDING_FACTOR`. For 200,000 equal terms 5 units were measured. Doubled, fits of few parameters and
-many points have bounds up to twice as large."""
+`ROUNDING_FACTOR`. For 200,000 equal terms 5 units were measured. With twice this value, fits of few
+parameters and many points have bounds up to twice as large."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -20,7 +20,7 @@ Inverse = Callable[[Array, Array], Array]
 
 JITTER = 4.0
 """If rounding makes a matrix indefinite, `λ` of that step is raised by this many `eps` of its trace.
-Doubled, such steps are shorter; the answer and its certificate do not depend on it."""
+With twice this value, such steps are shorter; the answer and its certificate do not depend on it."""
 
 
 class _Refinement(NamedTuple):

@@ -19,12 +19,12 @@ ORTHONORMAL_PASSES = 3
 orthonormal; one more only costs two thin products."""
 
 SAFE_SHIFT = 64.0
-"""A small matrix that rounding made indefinite is shifted by so many `eps` of its trace. Doubled, the
-smallest directions of a sketch count for less."""
+"""A small matrix that rounding made indefinite is shifted by so many `eps` of its trace. With twice
+this value, the smallest directions of a sketch count for less."""
 
 RIDGE_FLOOR = 8.0
-"""The ridge of a preconditioner is at least so many `eps` of its trace. Doubled, conjugate gradients take
-a little longer where `λ` is below that."""
+"""The ridge of a preconditioner is at least so many `eps` of its trace. With twice this value,
+conjugate gradients take a little longer where `λ` is below that."""
 
 
 class AbstractPreconditioner(eqx.Module):

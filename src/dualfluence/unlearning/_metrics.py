@@ -1,7 +1,7 @@
-r"""How well a method forgets: KLOM, membership inference, distance to retraining.
+r"""Measures of forgetting: KLOM, membership inference, distance to retraining.
 
-Each compares what an unlearning method gives with what retraining gives, over models that differ in their
-seeds. Retraining against retraining, with other seeds, is the floor of every measure.
+Each compares the models of an unlearning method with retrained models, over several seeds. The floor of
+every measure is retraining compared with retraining, with other seeds.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,12 @@ BINS = 20
 """Bins of equal width over the joint range."""
 
 FLOOR = 1e-5
-"""Smallest share of a bin of the retrained models. Halved, bins that they miss weigh `log 2` more."""
+"""Smallest share of a bin of the retrained models. With half this value, bins that they miss weigh `log
+2` more."""
 
 RESAMPLES = 400
-"""Of every bootstrap. Doubled, the ends of intervals move by a few per cent of their length."""
+"""Number of draws of every bootstrap. With twice this value, the ends of intervals move by a few per
+cent of their length."""
 
 
 def margins(
@@ -63,7 +65,8 @@ def _klom_of(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def membership_auc(members: Any, others: Any) -> float:
-    """Chance that a score of `members` exceeds one of `others`, ties counted half; ½ tells nothing."""
+    """Probability that a score of `members` exceeds one of `others`; ties count half. A value of ½
+    means that the groups cannot be distinguished."""
     a, b = np.ravel(members), np.ravel(others)
     if a.size == 0 or b.size == 0:
         raise ValueError("membership_auc: both groups need at least one score.")
@@ -76,8 +79,8 @@ class Judged(NamedTuple):
     """One model after a method.
 
     - `train`, `test`: outputs at all training points and at test points.
-    - `distance`: to the retrained parameters, over the distance of those to the parameters before.
-    - `seconds`: what the method took, compilation of the first model included.
+    - `distance`: to the retrained parameters, divided by the distance of those to the parameters before.
+    - `seconds`: time of the method, including compilation for the first model.
     """
 
     train: Float[np.ndarray, "n c"]
@@ -87,13 +90,13 @@ class Judged(NamedTuple):
 
 
 class Forgetting(NamedTuple):
-    """One method's measures.
+    """The measures of one method.
 
     - `klom_…`: KLOM at the 50 % and 95 % quantiles of the points of a group.
     - `membership_auc`: mean over models.
     - `distance`, `seconds`: medians over models.
-    - `intervals`: by measure, 95 % bootstrap intervals: of the median KLOM over points, of the mean AUC and
-      of the median distance over models. They do not tell what other forgotten points would give.
+    - `intervals`: by measure, 95 % bootstrap intervals: of the median KLOM over points, of the mean AUC
+      and of the median distance over models. They do not cover the choice of the forgotten points.
     """
 
     method: str
@@ -108,7 +111,7 @@ class Forgetting(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """Points to judge by: what is forgotten, what stays, what was never seen."""
+    """The points for the measures: forgotten, retained and test points."""
 
     forgotten: np.ndarray
     x_test: Any
@@ -119,7 +122,7 @@ class Setting:
 def measure_forgetting(
     method: str, found: list[Judged], reference: list[Judged], setting: Setting
 ) -> Forgetting:
-    """A method's outputs over models against those of retraining with other seeds."""
+    """The outputs of a method over models, compared with those of retraining with other seeds."""
     kept = np.setdiff1d(np.arange(len(setting.y)), setting.forgotten)
     train, test = margins_of(found, setting)
     other_train, other_test = margins_of(reference, setting)
@@ -153,9 +156,10 @@ def margins_of(found: list[Judged], setting: Setting) -> tuple[np.ndarray, np.nd
 
 
 def margin_error(found: list[Judged], exact: list[Judged], setting: Setting) -> float:
-    """Root mean square of the margins' errors, model by model, forgotten, retained and test points alike.
+    """Root mean square of the errors of margins over models, with equal weight for forgotten, retained
+    and test points.
 
-    What rates of gradient methods are chosen by: each of the three groups counts a third.
+    The rates of gradient methods are chosen by it.
     """
     kept = np.setdiff1d(np.arange(len(setting.y)), setting.forgotten)
     pairs = zip(margins_of(found, setting), margins_of(exact, setting), strict=True)

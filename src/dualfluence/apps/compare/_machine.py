@@ -15,8 +15,8 @@ COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 """Environment variable with the commit, for machines that hold the code without its history."""
 
 GIT_SECONDS = 10.0
-"""Seconds to wait for git, which may wait for a network disk. Doubled, a hanging disk costs twice as
-long."""
+"""Seconds to wait for git, which may wait for a network disk. With twice this value, a hanging disk
+costs twice as long."""
 
 
 def describe_machine() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What happens to queries as the points that scores call most helpful are taken away."""
+"""The effect on queries of removing the points with the most helpful scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
