@@ -167,11 +167,11 @@ def _in_words(path: Path) -> Iterator[None]:
     except FileError as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"store: {error} Finished tiles stay; the same call resumes.") from error
+        raise StoreError(f"store: {error} Finished tiles stay; the same call resumes the build.") from error
     except OSError as error:
         raise StoreError(
-            f"store: cannot write to {path}: {in_words(error)}. What is done stays; the same call "
-            "resumes it."
+            f"store: cannot write to {path}: {in_words(error)}. Finished tiles stay; the same call "
+            "resumes the build."
         ) from error
 
 
@@ -248,7 +248,7 @@ def _wait_for(future: Any, path: Path) -> None:
         refused = system_error(error)
         words = in_words(refused) if refused else _reason(str(error))
         raise StoreError(
-            f"store: cannot write to {path}: {words}. Finished tiles stay; the same call resumes."
+            f"store: cannot write to {path}: {words}. Finished tiles stay; the same call resumes the build."
         ) from error
 
 
