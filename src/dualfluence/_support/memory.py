@@ -16,8 +16,8 @@ HARD_SHARE = 0.9
 it."""
 
 PANEL_BYTES = 64 * 2**20
-"""One panel of rows of a kernel that is read or converted piece by piece. Larger panels need fewer pieces, but
-more work space for checks and for float64 products with a float32 kernel."""
+"""One panel of rows of a kernel that is read or converted piece by piece. Larger panels mean fewer
+pieces, but more work space for checks and for float64 products with a float32 kernel."""
 
 TILE_BYTES = 256 * 2**20
 """Default work space of one kernel tile (features and products)."""

@@ -57,7 +57,7 @@ def from_sklearn(
     $$\sum_i w_i\ell(f_i,y_i)+\tfrac{\lambda}{2}\|W\|^2,\qquad w_i = s_i/\sum_j s_j,\qquad
       \lambda = \frac{1}{C\sum_j s_j}\ \text{or}\ \frac{\alpha}{\sum_j s_j}.$$
 
-    The ridge takes at most a hundred-millionth of a free intercept. `certificate.distance_bound`
+    The ridge reduces a free intercept by at most a hundred-millionth. `certificate.distance_bound`
     includes the distance that scikit-learn's solver left to the optimum. At the default `tol=1e-4` this
     is much: give scikit-learn a smaller `tol`, or use `polish=True` here. Edits keep `λ`, and do not
     change the other steps of a pipeline (its scaler).
@@ -123,7 +123,7 @@ def to_sklearn(model: Fitted | Update[Any], estimator: Any) -> Any:
 
     **Arguments:**
 
-    - `model`: what `from_sklearn` returned, or an update of it.
+    - `model`: the result of `from_sklearn`, or an update of it.
     - `estimator`: the estimator or pipeline given to `from_sklearn`; it is not changed.
     """
     need("sklearn", "to_sklearn", "sklearn")

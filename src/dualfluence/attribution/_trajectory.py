@@ -62,7 +62,7 @@ class Trajectory(Shown):
 
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed; or
       a model of `adapters`, whose `read` gives the checkpoints.
-    - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may sit on disk.
+    - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may be on disk.
       Checkpoints of the first quarter of training are the most useful. About twenty are good, at first
       one every half epoch.
     - `steps`: optimiser steps before each, increasing.
@@ -70,7 +70,7 @@ class Trajectory(Shown):
       sequence: the mean over the steps up to each checkpoint.
     - `preconditioner`: for Adam and similar optimisers. Parameter pytrees (or a function of k) that
       hold the diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
-    - `kappa`: `κ`; see `KAPPA` for why 3.
+    - `kappa`: `κ`; `KAPPA` explains the default 3.
     - `trainable`: as in `linearize`.
     """
 

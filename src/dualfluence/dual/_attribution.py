@@ -39,7 +39,7 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attribution(Shown):
-    """The change of each measured quantity if a training point were left out, for each training point.
+    """The effect of leaving out each training point on a quantity at each query.
 
     - `values`: `(q, n)`, query by training point; an array, or a memory map of a file.
     - `of`: the measured quantity, e.g. `"loss"`.
@@ -188,7 +188,7 @@ class Attribution(Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupAttribution(Shown):
-    """The change of each measured quantity if whole groups were left out.
+    """The effect of leaving out whole groups on a quantity at each query.
 
     - `values`: `(q, g)`, with each group left out as a whole.
     - `sums`: `(q, g)`, the sum of the single effects of its points; the difference is their joint effect.

@@ -56,7 +56,7 @@ class Descent(eqx.Module):
       descent has converged.
     - `coordinates`: `a` with `θ = θ₀ + Jᵀa` and `f = f₀ + Ka` at the last epoch, exactly.
     - `gradient_norms`: `‖∇L‖` in parameter space before each epoch, and after the last.
-    - `recorded_epochs`, `recorded`: epochs and their `coordinates`, if `record_every` asked.
+    - `recorded_epochs`, `recorded`: epochs and their `coordinates`, if `record_every` was given.
     """
 
     outputs: Float[Array, "n c"]
@@ -102,7 +102,7 @@ def kernel_gradient_descent(
     - `initial_outputs`, `initial_query_outputs`: `f₀` at training and query points; by default
       those of the network, or zero for a kernel.
     - `retain`: positions of the training points to train on, or one sample weight per point.
-    - `record_every`: number of epochs after which the dual variables are recorded, from the start on.
+    - `record_every`: record the dual variables at the start and after every so many epochs.
 
     **Returns:** `Descent`. Raises `FloatingPointError` if it diverges.
     """

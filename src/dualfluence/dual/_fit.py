@@ -63,8 +63,8 @@ def fit(
 
     **Arguments:**
 
-    - `model`: from `linearize`, `adapters` or `infinite`, anything with `kernel(x1, x2)`, such a
-      function, or a precomputed kernel matrix (then `x` may be `None`).
+    - `model`: from `linearize`, `adapters` or `infinite`, an object with a method `kernel(x1, x2)`, a
+      function like it, or a precomputed kernel matrix (then `x` may be `None`).
     - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0. For a
       network, features may be a tree of arrays (a dict of tokens and mask), and then every later call
       takes such a tree.
@@ -74,7 +74,8 @@ def fit(
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.
     - `solver`, `rtol`: `Auto()` by default; relative residual of the last linear solves.
-    - `tolerance`, `max_steps`: on `certificate.relative_bound`, by default near what the dtype allows.
+    - `tolerance`, `max_steps`: the largest `certificate.relative_bound`, by default near the limit of
+      the dtype, and the largest number of steps.
     - `sketch`: the preconditioner, which is kept for later edits: see `Sketch`.
     - `on_failure`: `"report"` returns a fit that missed its tolerance, marked in `stats`.
     - `progress`: `False` for silence, or a function `(done, total, label)`.

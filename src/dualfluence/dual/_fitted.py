@@ -172,10 +172,10 @@ class Fitted(Shown, TrainedModel):
     def purge(self) -> "Fitted":
         """The same model without the rows of its removed points: features, targets and kernel entries.
 
-        `Remove` and `commit` remove the weight and the effect of a point, not its row. This overwrites
-        every row of weight zero by a copy of a point that stays (weight zero, `α = 0`), in memory and
-        hence in files saved later; the preconditioner is computed again. Positions stay valid, later
-        requests give the same answers, and no edit can bring a purged point back.
+        `Remove` and `commit` remove the weight and the effect of a point, not its row. A purge
+        overwrites every row of weight zero by a copy of a retained point (with weight zero, `α = 0`),
+        in memory and so in files saved later; the preconditioner is computed again. Positions stay
+        valid, later requests give the same answers, and no edit can bring a purged point back.
 
         The purge does not change other objects that hold the row: this one, updates and fits before it,
         your own arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a
@@ -225,11 +225,11 @@ class Fitted(Shown, TrainedModel):
 
     @in_own_precision
     def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:
-        r"""The change of each query if a training point were left out, for each training point.
+        r"""The effect of leaving out each training point on each query.
 
-        For every point `i` one Newton step on the set without it, in closed form from one
-        factorisation: exact for squared error, else the influence function. Values are
-        differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
+        It takes one Newton step on the training set without each point, in closed form from one
+        factorisation. This is exact for squared error, otherwise it is the influence function. Values
+        are differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
 
         **Arguments:**
 
@@ -251,7 +251,7 @@ class Fitted(Shown, TrainedModel):
     def attribute_groups(
         self, groups: Any, xq: Any, yq: Any = None, **options: Any
     ) -> GroupAttribution:
-        """The change of each query if whole groups (a class, a source) were left out.
+        """The effect of leaving out whole groups (a class, a source) on each query.
 
         **Arguments:**
 

@@ -73,7 +73,7 @@ def from_trained(
     $$\nabla L_w = J^\top g+\lambda(\theta-\theta_0) = J^\top\rho+\lambda\gamma,$$
     so that $\|\theta-\theta^\star\|\le\|J^\top\rho\|/\lambda+\|\gamma\|$, here and after every edit.
     That is `certificate.distance_bound`, with $\|\gamma\|$ as `certificate.gap`. A model that was never
-    trained has a large gap, so the bound stays true; `fit` finds the optimum, without a gap.
+    trained has a large gap and so a large bound; `fit` finds the optimum, without a gap.
 
     **Nonlinear networks** have no certificate: `certificate.certified` is `False`, its bounds are
     `inf`. `fidelity` says how far the network is from a stationary point and from its linearisation. If

@@ -66,7 +66,7 @@ class TrainedModel(DualModel):
 
     @property
     def layout(self) -> Layout:
-        """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
+        """Rows of `kernel_op`; those after the points of `data` are spare, for later points."""
         return self.kernel_op.layout.holding(self.data.num_points)
 
     @property

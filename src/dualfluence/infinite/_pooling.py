@@ -140,7 +140,8 @@ class AvgPool(_Pool):
 
 @dataclass(frozen=True)
 class SumPool(_Pool):
-    """Sum over windows; arguments as of `AvgPool` (`normalize_edges`: as if no pixel were cut)."""
+    """Sum over windows; arguments as for `AvgPool`. With `normalize_edges` a window that is cut counts
+    like a full one."""
 
     def _scale(self, shape: tuple[int, ...]) -> np.ndarray:
         counts = self._counts(shape)

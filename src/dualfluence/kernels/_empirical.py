@@ -52,11 +52,11 @@ def empirical_kernel(
     Works on any function that JAX differentiates. The backward pass is traced and cut one step before
     the gradient of each parameter. There the gradient is a product $A \otimes G$; then $\langle
     A_i\otimes G_{ia}, A_j\otimes G_{jb}\rangle = (A_i\cdot A_j)(G_{ia}\cdot G_{jb})$ takes two small
-    products instead of a Jacobian. Parameters without such a product (inside a scan, used nonlinearly)
-    have their whole Jacobian formed; `report` names them. Both are exact. Memory is `tile_bytes` plus
-    the result. Half-precision parameters and inputs are converted to float32. `apply_fn` is traced once
-    per input shape, and again if anything it closes over changes (closure variables, globals,
-    attributes of `self`).
+    products instead of a Jacobian. For parameters without such a product (inside a scan, used
+    nonlinearly) the whole Jacobian is formed; `report` names them. Both are exact. Memory is
+    `tile_bytes` plus the result. Half-precision parameters and inputs are converted to float32.
+    `apply_fn` is traced once per input shape, and again if anything it closes over changes (closure
+    variables, globals, attributes of `self`).
 
     **Arguments:**
 
@@ -118,9 +118,10 @@ def kernel_block(
 ) -> Array:
     """One block of the empirical NTK as a pure function, for use inside `jax.jit`.
 
-    The mathematics of `empirical_kernel` without tiles, progress or checks of values: memory grows with
-    the block, and non-finite derivatives are returned, not reported. Differentiable in `params`. Inside
-    `jax.shard_map` use `check_vma=False`: the traced operations carry no mesh-axis types.
+    It computes the same as `empirical_kernel`, without tiles, progress or checks of values. Memory
+    grows with the block, and non-finite derivatives are returned without an error. Differentiable in
+    `params`. Inside `jax.shard_map` use `check_vma=False`: the traced operations carry no mesh-axis
+    types.
 
     **Returns:** the block, shape `(n1, c, n2, c)`.
     """
@@ -142,7 +143,8 @@ def kernel_rows(
     method: Method = "auto",
     precision: Any = HIGHEST,
 ) -> Iterator[tuple[int, Array]]:
-    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`, after the first row of each.
+    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes after the
+    number of its first row.
 
     A ReLU whose input is zero up to rounding may be on in a batch of one size and off in another. Here
     a point has the same derivatives in its row and in its column. Therefore the blocks together are

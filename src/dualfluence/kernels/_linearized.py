@@ -48,9 +48,9 @@ class Linearized(eqx.Module):
     Made by `linearize`. All products run in batches of points, so they need memory for one batch and
     one parameter vector.
 
-    `scale` is the `P` of `linearize`, for each trainable leaf a number, an array like it, or `None` for
-    1; only `None` if every leaf has 1. Kernels include `P`; `jvp`, `vjp` and `jacobian` are products
-    with `J` itself.
+    `scale` is the `P` of `linearize`, with a number for each trainable leaf, an array like it, or
+    `None` for 1. It is `None` as a whole if every leaf has 1. Kernels include `P`; `jvp`, `vjp` and
+    `jacobian` are products with `J` itself.
     """
 
     apply_fn: ApplyFn = eqx.field(static=True)
@@ -160,7 +160,7 @@ class Linearized(eqx.Module):
     def norm(self, step: PyTree) -> Float[Array, ""]:
         """`‖Δθ‖` of a step of the trainable leaves, in the norm `P⁻¹` of certificates.
 
-        `split(params)[0]` has such leaves; without a scale it is the norm of all numbers.
+        `split(params)[0]` has such leaves. Without a scale this is the usual norm.
         """
         return tree_norm(step if self.scale is None else weighted(step, self.scale))
 
@@ -252,8 +252,8 @@ class Linearized(eqx.Module):
             ).value
 
     def kernel_rows(self, x: Points, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
-        """`J(x) P J(x)ᵀ` in blocks of `size` rows, with the first row of each, from one `J` for both
-        sides."""
+        """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row;
+        both sides use the same `J`."""
         model = self.bound(x)
         return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
 
@@ -469,10 +469,10 @@ def linearize(
     - `trainable`: `(path, leaf) -> bool` selects the trainable leaves, e.g. the last layer. It also
       decides about statistics.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
-    - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"`
-      (hardly pulled at all: 1e7) or an array like the leaf; or a rule `(path, leaf) -> ` one of these.
-      With one number for a leaf the kernel stays as fast as without; with an array the kernel has to
-      form the Jacobian of this leaf.
+    - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (1e7,
+      hardly pulled at all) or an array like the leaf. It can also be a rule `(path, leaf)` that returns
+      one of these. With one number for a leaf the kernel stays as fast as without; with an array the
+      kernel has to form the Jacobian of this leaf.
     """
     apply_fn, trainable = opened("linearize", apply_fn, trainable)
     check_function("linearize: apply_fn", apply_fn, "of (params, x)")

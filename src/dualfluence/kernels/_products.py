@@ -80,7 +80,7 @@ def ntk_mv(
     trainable: Any = None,
     precision: Any = jax.lax.Precision.HIGHEST,
 ) -> Array:
-    r"""The product $Kv = J(J^T v)$ with the empirical NTK, without the NTK.
+    r"""The product $Kv = J(J^T v)$ with the empirical NTK, computed without forming the NTK.
 
     $J^T v$ is summed over batches by reverse mode, then $J$ applied batch by batch in forward mode:
     about five evaluations of `apply_fn` per point, memory for one batch and two copies of the

@@ -18,7 +18,7 @@ KINDS = {"dot": "dense", "conv": "conv", "lookup": "embedding"}
 
 @dataclass(frozen=True)
 class LeafReport:
-    """One parameter leaf: the `rule` of its contribution and the `form` its gradient takes."""
+    """One parameter leaf: the `rule` of its contribution and the `form` of its gradient."""
 
     path: str
     shape: tuple[int, ...]

@@ -204,9 +204,9 @@ def _entry(name: str, given: Any, leaf: Any) -> Array | None:
     limits = jnp.finfo(dtype)
     if not ((value >= float(limits.tiny)) & (value <= float(limits.max))).all():
         raise ValueError(
-            f"{name} must be positive and finite in {dtype}, got {_worst(value)}. A parameter "
-            "that no ridge pulls is scale='free', a large finite scale; to hold a parameter "
-            "fixed, leave it out by trainable."
+            f"{name} must be positive and finite in {dtype}, got {_worst(value)}. For a "
+            "parameter that the ridge should not pull, use scale='free', a large finite scale. "
+            "To hold a parameter fixed, leave it out by trainable."
         )
     return jnp.asarray(value, dtype)
 

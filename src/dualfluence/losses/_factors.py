@@ -92,7 +92,7 @@ class SoftmaxFactor(AbstractFactor):
 
 
 class BlockFactor(AbstractFactor):
-    """Dense blocks `R_i`, `c×c` for any convex loss, with fewer columns where the rank is known."""
+    """Dense blocks `R_i`, `c×c` for any convex loss, with fewer columns if the rank is known."""
 
     blocks: Float[Array, "n c r"]
     curvature: Float[Array, ""]

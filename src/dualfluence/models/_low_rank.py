@@ -139,7 +139,7 @@ def low_rank(
 
     **Arguments:**
 
-    - `model`, `x`: as for `fit`; `x` are the points that landmarks are drawn from.
+    - `model`, `x`: as for `fit`; landmarks are drawn from the points `x`.
     - `rank`: number of features; for Nyström rounded up to whole landmarks, `rank/c` of them.
     - `method`: `"nystrom"` projects on the gradients of landmarks and fits well when the spectrum falls
       fast; `"random-features"` projects gradients on random directions. It is unbiased, its entries are

@@ -43,7 +43,7 @@ from ._programs import (
 
 
 class AbstractSource(eqx.Module):
-    """Where `K` comes from: base outputs, the operator on training points, products with queries.
+    """A source of `K`: base outputs, the operator on training points, products with queries.
 
     To add a source, write a subclass with the three abstract methods. The other methods have a default
     that is right for any source, or that raises an error.
@@ -146,7 +146,7 @@ class AbstractSource(eqx.Module):
     def moved_params(
         self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
     ) -> PyTree:
-        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are, as `θ` for the user."""
+        """`params + J(x)ᵀ(v − since)` as `θ` for the user; frozen leaves do not change."""
         assert self.network is not None
         step = self.pull_back(x, v if since is None else v - since)
         return moved(self.network, params, step)
@@ -175,7 +175,7 @@ class AbstractSource(eqx.Module):
         stop: int,
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        """`op` with the points `start:stop` of `x`, reusing what it already holds.
+        """`op` extended by the points `start:stop` of `x`, without computing its other entries again.
 
         `x` has a row for every row of the result. Rows after `stop` are spare: they may be any points
         and get no weight.
@@ -409,7 +409,7 @@ class PrecomputedKernel(eqx.Module):
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "PrecomputedKernel":
-        """The same pool with the positions `x` that are not `kept` overwritten by others."""
+        """The same pool, in which other positions overwrite the positions `x` that are not `kept`."""
         positions, own = np.arange(self.matrix.shape[0]), np.asarray(x)
         positions[own] = np.asarray(stand_ins)
         positions[own[kept]] = own[kept]  # a position that a remaining point uses as well stays

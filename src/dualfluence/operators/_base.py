@@ -114,7 +114,7 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     def solve_dtype(self) -> Any:
-        """Dtype that linear solves with `K` run in; narrower than `dtype` where they are refined."""
+        """Dtype of linear solves with `K`; narrower than `dtype` if solves are refined."""
         return self.narrow.dtype
 
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
@@ -132,7 +132,7 @@ class AbstractKernelOperator(eqx.Module):
     def map_narrow(
         self, change: Callable[["AbstractKernelOperator"], "AbstractKernelOperator"]
     ) -> "AbstractKernelOperator":
-        """`change(narrow)`, multiplied as this one is."""
+        """The operator whose `narrow` is `change(narrow)`, with the same precision of products."""
         return change(self)
 
     def entries(self) -> Float[Array, "m m"]:
@@ -165,7 +165,7 @@ class AbstractKernelOperator(eqx.Module):
         )
 
     def with_columns(self, columns: Any, start: int, stop: int) -> "AbstractKernelOperator":
-        """`K` with the points `start:stop` written into spare rows; spare rows may remain after them.
+        """`K` after the points `start:stop` are written into spare rows; spare rows may remain after them.
 
         `columns` is the kernel of all rows, spare ones included, with those points: `(rows, m)` or
         `(rows, c, m, c)`. Spare rows have a kernel of zero, or a weight of zero. Call `grow`, which

@@ -45,7 +45,7 @@ class Certificate(Shown):
     `P⁻¹` and norms of gradients those of `P`. Parameter `k` may then be off by `√P_k` times the bound.
 
     - `gradient_norm`: `‖∇L_w‖` as computed.
-    - `rounding`: a first-order estimate (not a proof) of what floating point adds to it. It is part of
+    - `rounding`: a first-order estimate (not a proof) of the effect of floating point. It is part of
       the bound, so the bound has a floor.
     - `parameter_norm`: `‖θ − θ₀‖`.
     - `ridge`: `λ`.
@@ -76,8 +76,8 @@ class Certificate(Shown):
 
     @property
     def relative_bound(self) -> float:
-        """`distance_bound` divided by `‖θ − θ₀‖`, for which it takes `‖Jᵀα‖` less the gap. It is zero
-        if both are zero."""
+        """`distance_bound` divided by a lower bound on `‖θ − θ₀‖`, which is `‖Jᵀα‖` less the gap. It is
+        zero if both are zero."""
         if self.distance_bound == 0:
             return 0.0
         return self.distance_bound / max(self.parameter_norm - self.gap, sys.float_info.min)

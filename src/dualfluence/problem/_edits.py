@@ -32,7 +32,7 @@ FLOAT = np.finfo(np.float64)
 class TrainingSet(Shown):
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
-    Removed points keep their row with weight zero: positions never shift and nothing recompiles.
+    Removed points keep their row with weight zero: positions never shift and nothing is compiled again.
     `purged` are the positions whose features and targets were deleted, so that no edit can bring them
     back. `form` describes how rows of `x` unpack, if features are a tree of arrays.
     """

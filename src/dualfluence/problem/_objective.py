@@ -49,7 +49,7 @@ class State(eqx.Module):
 
 
 class Problem(eqx.Module):
-    """A weighted training set seen through a kernel: `f = offset + Kα`.
+    """A weighted training set and its kernel: `f = offset + Kα`.
 
     - `loss`, `targets`, `weights`: `ℓ`, `y` and `w`, which sum to one.
     - `ridge`: `λ`.

@@ -167,7 +167,9 @@ def _in_words(path: Path) -> Iterator[None]:
     except FileError as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"store: {error} Finished tiles stay; the same call resumes the build.") from error
+        raise StoreError(
+            f"store: {error} Finished tiles stay; the same call resumes the build."
+        ) from error
     except OSError as error:
         raise StoreError(
             f"store: cannot write to {path}: {in_words(error)}. Finished tiles stay; the same call "

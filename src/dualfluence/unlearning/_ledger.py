@@ -213,7 +213,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
 def erase_references(path: Path, numbers: list[int]) -> None:
     """Drop the references of lines permanently; no hash of the chain changes.
 
-    No desk may hold the ledger. A replay then needs a checkpoint from after these lines.
+    Close every desk of the ledger first. A replay then needs a checkpoint that was made after these lines.
     """
     ledger = Ledger(path)
     try:

@@ -95,8 +95,8 @@ class Forgetting(NamedTuple):
     - `klom_…`: KLOM at the 50 % and 95 % quantiles of the points of a group.
     - `membership_auc`: mean over models.
     - `distance`, `seconds`: medians over models.
-    - `intervals`: by measure, 95 % bootstrap intervals: of the median KLOM over points, of the mean AUC
-      and of the median distance over models. They do not cover the choice of the forgotten points.
+    - `intervals`: a 95 % bootstrap interval for each measure: the median KLOM over points, the mean AUC
+      and the median distance over models. They do not cover the choice of the forgotten points.
     """
 
     method: str

@@ -22,8 +22,12 @@ def register(app: typer.Typer) -> None:
         model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
         network: Annotated[str | None, typer.Option(help=NETWORK)] = None,
         data: Annotated[Path | None, typer.Option(help=DATA)] = None,
-        points: Annotated[int | None, typer.Option(min=2, help="First so many points.")] = None,
-        queries: Annotated[int, typer.Option(min=1, max=500, help="First so many queries.")] = 60,
+        points: Annotated[
+            int | None, typer.Option(min=2, help="Number of points, from the first.")
+        ] = None,
+        queries: Annotated[
+            int, typer.Option(min=1, max=500, help="Number of queries, from the first.")
+        ] = 60,
         ridge: Annotated[float, typer.Option(help="λ of a model that is fitted here.")] = 1e-3,
         save: Annotated[Path | None, typer.Option(help=SAVE)] = None,
         host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

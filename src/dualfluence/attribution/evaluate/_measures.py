@@ -69,7 +69,7 @@ def lds(scores: Any, masks: Any, targets: Any, *, seed: int = 0) -> Measured:
 
 
 def noise_ceiling(repeats: Any, *, seed: int = 0, splits: int = 20) -> Measured:
-    """The best LDS that any scores could reach against the mean of these repeats.
+    """The best LDS that any scores could have with the mean of these repeats as the truth.
 
     Split-half reliability over random halves of the repeats, raised to the full number by
     Spearman and Brown, `ρ = 2r/(1 + r)`; a perfect predictor correlates by `√ρ` with the mean.
