@@ -117,9 +117,9 @@ class Plan(Shown):
             others = [f"{f.name} ({human(f.peak_bytes)})" for f in self.forms if f.fits]
             advice = ", ".join(others) if others else "fewer points or outputs"
             raise PlanError(
-                f"plan: a {name} kernel takes {human(form.bytes_per_device or form.num_bytes)} per "
-                f"device and {human(form.work_bytes)} of work space, which is more than there is. What "
-                f"fits: {advice}. More devices (mesh=...) share the rows."
+                f"plan: a {name} kernel takes {human(form.bytes_per_device or form.num_bytes)} "
+                f"per device and {human(form.work_bytes)} of work space, which is more than "
+                f"there is. These fit: {advice}. More devices (mesh=...) share the rows."
             )
         return form
 

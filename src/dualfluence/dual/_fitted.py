@@ -69,8 +69,8 @@ class Fitted(Shown, TrainedModel):
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
         - `until`: take steps until `certificate.distance_bound` is at most this; at least one step if
-          the edit changes the objective. It is refused for a model from `from_trained` that has no
-          certificate, or a gap as large.
+          the edit changes the objective. It raises an error for a model from `from_trained` that has no
+          certificate, or whose gap is larger.
         - `drift`: take further steps if `certificate.relative_bound` exceeds this. Otherwise many edits
           of one step in a row can move away from retraining; `stats.notes` then says so.
         - `solver`, `rtol`: `Auto`, `Cholesky` or `CG`; relative residual of its solves.

@@ -28,7 +28,7 @@ class AbstractFactor(eqx.Module):
 
     @abc.abstractmethod
     def hess_diagonal(self) -> Float[Array, "n k"]:
-        """Diagonal of `W`; one column if all outputs have the same."""
+        """Diagonal of `W`; one column if it is the same for all outputs."""
 
     def hess_mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
         """`W v = R Rᵀ v`."""

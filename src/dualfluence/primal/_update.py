@@ -109,8 +109,8 @@ class PrimalUpdate(Shown, eqx.Module):
         **Arguments:**
 
         - `first_order`: the paper's estimate (eq. 3) instead of the loss after less the loss before.
-        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper adds to the loss of every
-          point; to first order if `first_order`.
+        - `include_ridge`: add the change of the ridge term `λ/2‖θ − θ₀‖²`, as the paper does. With
+          `first_order` this is to first order too.
         """
         xq = self.data.queries(xq)
         check_flag("delta_loss: include_ridge", include_ridge)

@@ -55,7 +55,7 @@ class Auto(eqx.Module):
         if not op.in_memory:
             return Choice(_CG, "K is on disk: one pass over it per iteration")
         if op.rank is not None:
-            return Choice(_CHOLESKY, f"low rank {op.rank}: Woodbury on that side")
+            return Choice(_CHOLESKY, f"low rank {op.rank}: Woodbury, a system of that size")
         size, what = (n, "n") if op.has_entries and op.is_kronecker else (n * c, "n·c")
         if size <= self.direct_size:
             return Choice(_CHOLESKY, f"{what} = {size} ≤ {self.direct_size}: direct and exact")
@@ -80,7 +80,7 @@ def resolve(
     if rows is not None:
         auto = isinstance(solver, Auto)
         inner = solver.choose(op, rows.size) if auto else Choice(solver, "asked for")
-        share = f"{rows.size} of {op.num_points} points hold all that have a weight"
+        share = f"{rows.size} of {op.num_points} points include every point with a weight"
         return Choice(Gathered(inner.solver, rows), f"{share}; {inner.reason}")
     if isinstance(solver, Auto):
         return Auto.choose(solver, op)  # not bound, for the same reason

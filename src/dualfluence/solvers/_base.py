@@ -61,7 +61,7 @@ class LinearSystem(eqx.Module):
 
 
 class Solution(eqx.Module):
-    """A solve and how it went.
+    """The result of a solve, and facts about it.
 
     - `value`, `k_value`: `Δα` and `KΔα`.
     - `reach`: size of the vectors whose products with `K` add up to `k_value`. If they are larger than

@@ -16,7 +16,7 @@ loose solves a few iterations."""
 
 
 class Gathered(AbstractDualSolver):
-    r"""`inner` on the rows `S` alone, which must hold every point with a weight.
+    r"""Uses `inner` only on the rows `S`, which must contain every point with a weight.
 
     For the other points `W` is zero, so $\Delta\alpha_F = b_F/\lambda$ at once (the paper's shortcut), and
 

@@ -75,8 +75,8 @@ def build(
     - `path`: a folder, new, empty or with a store of the same model and points; any other is refused.
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)` that serve several outputs.
     - `tile`: points per side of a tile, by default such that a tile has 64 MiB.
-    - `dtype`: of storage: `"float16"` or `"bfloat16"` halve the disk, `store.error` has the error of
-      this; by default that of the kernel.
+    - `dtype`: of storage: by default that of the kernel. `"float16"` or `"bfloat16"` take half the
+      disk, with an error that `store.error` states.
     - `verify`: compare existing tiles with their checksums, and recompute those that do not match.
     - `wait`: `False` raises `StoreError` at once if another process is building this store.
 

@@ -1,4 +1,4 @@
-"""What a kernel store is on disk.
+"""The format of a kernel store on disk.
 
     path/header.json          version, shapes, dtypes, fingerprint of the points and parameters
     path/kernel/              a zarr array, one uncompressed chunk per tile, upper triangle only

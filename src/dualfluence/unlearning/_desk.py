@@ -278,7 +278,7 @@ class Desk:
         return points, digest_of(work.fitted, points.root)
 
     def _purged(self) -> tuple[Fitted, str]:
-        """What a checkpoint saves, and its digest."""
+        """The model that a checkpoint saves, and its digest."""
         fitted = self.model.without_spare_rows()
         gone = (fitted.data.sample_weights == 0).any()
         fitted = fitted.purge() if gone else fitted

@@ -174,7 +174,7 @@ class Engine:
         return _without_inverse(fitted, self.work.edits + 1, "edit")
 
     def _limit(self, certificate: Certificate, until: float | None) -> float:
-        """What the dual variables' own bound may be: `until` less the gap, or the drift allowed."""
+        """The limit for the bound of the dual variables: `until` less the gap, or the allowed drift."""
         if until is None:
             return self.drift * certificate.parameter_norm
         left = self.fitted._remaining(until)

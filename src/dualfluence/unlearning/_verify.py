@@ -192,7 +192,7 @@ def _wrong_start(line: dict[str, Any]) -> str | None:
 
 
 def _contradiction(before: dict[str, Any], line: dict[str, Any]) -> str | None:
-    """What cannot be true of a line after the one before it, whatever its hash."""
+    """Contradictions between a line and the line before it, whatever the hashes."""
     kind, count = line["kind"], line["count"]
     if kind == "open":
         return "opens a ledger that is already open"

@@ -76,7 +76,7 @@ def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
 
 
 def _content(result: dict[str, Any]) -> dict[str, Any]:
-    """What the page holds; effects of the first `SHOWN` queries, everything else of all of them."""
+    """The content of the page: effects on the first `SHOWN` queries, everything else for all queries."""
     data, fitted = result["data"], result["fitted"]
     groups = np.empty(len(data.x), object)
     for name, points in result["members"].items():

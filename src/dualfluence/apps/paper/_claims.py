@@ -38,7 +38,7 @@ def fig2_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
 
 
 def _over_seeds(results: dict[str, Any], field: str, value: float) -> str:
-    """What other initialisations give at the largest ridge, and how near they come to `value`."""
+    """The results of other initialisations at the largest ridge, and their distance to `value`."""
     found = [values(results, f"seed/{seed}") for seed in results["config"].get("seeds", ())]
     ends = [v[field] for v in found if v is not None]
     if not ends:
