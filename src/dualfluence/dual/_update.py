@@ -82,7 +82,7 @@ class Update(Shown, DualModel, Generic[Trained]):
         **Arguments:**
 
         - `first_order`: the paper's estimate (eqs. 9 and 13, for any number of outputs) instead of the
-          loss after less the loss before.
+          difference of losses.
         - `include_ridge`: add the change of the ridge term `λ/2‖Jᵀα‖²`, as the paper does. With
           `first_order` this is to first order too.
         - `linearised`: With `False`, `f` and `Δf` come from the network itself, as in `predict`.

@@ -37,8 +37,8 @@ def as_mesh(mesh: "Mesh | Sequence[Device]") -> Mesh:
     for device in devices:
         if not isinstance(device, jax.Device):
             raise TypeError(
-                f"mesh: expected devices, e.g. jax.devices(), got {device!r} among them. Devices of a "
-                "kind: jax.devices('gpu')."
+                f"mesh: expected devices, e.g. jax.devices(), got {device!r} among them. For "
+                "devices of one kind use jax.devices('gpu')."
             )
     if len(set(devices)) != len(devices):
         raise ValueError(f"mesh: expected every device once, got {devices}.")

@@ -101,8 +101,8 @@ def influence(
       use a larger `rtol`, or follow the paper with `on_failure="report"`, which stays in float32.
     - `batch_size`: points per Hessian-vector product; the model's by default.
     - `on_failure`: `"report"` returns the answer of a solve that did not converge, marked in `stats`.
-    - `solver`: of this room, e.g. `EKFAC()` or `LiSSA(damping=1e-3)`, which have their own options; by
-      default conjugate gradients with `rtol` and `max_steps`.
+    - `solver`: one of `dualfluence.primal`, e.g. `EKFAC()` or `LiSSA(damping=1e-3)`, which have their
+      own options; by default conjugate gradients with `rtol` and `max_steps`.
 
     **Returns:** `PrimalUpdate`.
     """

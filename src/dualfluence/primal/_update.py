@@ -108,7 +108,7 @@ class PrimalUpdate(Shown, eqx.Module):
 
         **Arguments:**
 
-        - `first_order`: the paper's estimate (eq. 3) instead of the loss after less the loss before.
+        - `first_order`: the paper's estimate (eq. 3) instead of the difference of losses.
         - `include_ridge`: add the change of the ridge term `λ/2‖θ − θ₀‖²`, as the paper does. With
           `first_order` this is to first order too.
         """
