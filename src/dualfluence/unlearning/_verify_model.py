@@ -206,7 +206,7 @@ class _Kernel:
         self.saved, self.kernel, self.report = saved, kernel, report
         self.stored = _stored(saved)
         self.diagonal: np.ndarray = np.zeros_like(saved.rows("alpha"))
-        self.compared = self.stored is None or kernel is None
+        self.compared, self.narrow = self.stored is None or kernel is None, False
         if kernel is None and self.stored is None:
             raise LookupError(
                 "the model file holds no kernel, so its bound cannot be computed. Save it with "
@@ -225,23 +225,45 @@ class _Kernel:
             stop = min(start + BLOCK, m)
             entries = self._rows(start, stop)
             if not self.compared:
-                self.report.problems += _differing(self.saved, self.stored, entries, start)
+                problems = _differing(self.saved, self.stored, entries, start)
+                self.report.problems += problems
+                self.narrow = not problems and _is_narrower(entries, self.saved.arrays["kernel"])
+            if self.narrow:  # the file's rows agree and have more digits
+                entries = self._stored_rows(start, stop)
             parts.append(_times(entries, v))
             diagonal = np.diagonal(entries, start * (len(entries) // (stop - start)))
             self.diagonal[start:stop] = diagonal.reshape(stop - start, -1)
+        if self.narrow and not self.compared:
+            self.report.trusted.append(
+                "the digits of K beyond those of the kernel that was named, which computes in less "
+                "precision than the file; name it in float64 to have them computed again"
+            )
         self.compared = True
         return np.concatenate(parts)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         header = self.saved.header
         m, c = self.diagonal.shape
-        if self.kernel is None:
-            width = len(self.stored) // m
-            return self.stored[start * width : stop * width]
+        if self.kernel is None or (self.narrow and self.compared):
+            return self._stored_rows(start, stop)
         points = self.saved.arrays["x"][self.saved.kept]
         here, all_points = _points(header, points[start:stop]), _points(header, points)
-        entries = np.asarray(self.kernel(here, all_points), np.float64)
+        entries = np.asarray(self.kernel(here, all_points))
         return entries.reshape((stop - start) * c, m * c) if entries.ndim == 4 else entries
+
+    def _stored_rows(self, start: int, stop: int) -> np.ndarray:
+        width = len(self.stored) // len(self.diagonal)
+        return self.stored[start * width : stop * width]
+
+
+def _is_narrower(entries: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether the named kernel computes in less precision than the file has."""
+    return _eps(entries) > _eps(stored)
+
+
+def _eps(array: np.ndarray) -> float:
+    whole_or_wide = array.dtype.kind in "biu" or array.dtype.itemsize > 8
+    return EPS["float64"] if whole_or_wide else EPS.get(array.dtype.name, COARSE)
 
 
 def _stored(saved: Saved) -> Any:
@@ -257,6 +279,7 @@ def _stored(saved: Saved) -> Any:
 
 def _times(entries: np.ndarray, v: np.ndarray) -> np.ndarray:
     """`Kv` for rows of `K`: of points where outputs share them, else of points and outputs."""
+    entries = np.asarray(entries, np.float64)
     if entries.shape[1] == v.shape[0]:
         return entries @ v
     return (entries @ v.reshape(-1)).reshape(-1, v.shape[1])
@@ -265,13 +288,13 @@ def _times(entries: np.ndarray, v: np.ndarray) -> np.ndarray:
 def _differing(saved: Saved, stored: np.ndarray, entries: np.ndarray, start: int) -> list[str]:
     """Whether some rows of the file's `K` are those of the caller's kernel."""
     c = saved.arrays["alpha"].shape[1]
+    eps = max(_eps(saved.arrays["kernel"]), _eps(entries))
     if entries.shape[1] != stored.shape[1]:
         entries, stored = (
             np.kron(a, np.eye(c)) if a.shape[1] == saved.kept.size else a for a in (entries, stored)
         )
     width = stored.shape[1] // saved.kept.size
     rows = stored[start * width : start * width + len(entries)]
-    eps = EPS.get(saved.arrays["kernel"].dtype.name, COARSE)
     slack = COARSE if _is_coarse(saved) else min(ENTRY_SLACK * eps, COARSE)
     size = float(np.abs(entries).max())
     worst = float(np.abs(rows - entries).max())
