@@ -13,7 +13,7 @@ from ..problem._certificate import Certificate
 from ._record import Stats
 
 NOTABLE = 1e-2
-"""Relative bound from which a chain of edits is told. Doubled, a drift twice as large stays unsaid."""
+"""Relative bound above which a note reports the drift of a chain of edits."""
 
 
 class Chain(NamedTuple):

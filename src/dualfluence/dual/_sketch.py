@@ -67,7 +67,8 @@ def make_preconditioner(
     solver: AbstractDualSolver,
     sketch: Sketch,
 ) -> tuple[AbstractPreconditioner, Sketched]:
-    """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
+    """A sketch of `K` for CG: two passes over the entries if `K` has any, otherwise columns at
+    landmarks."""
     op, rank = op.narrow, sketch.rank
     solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs
