@@ -2,8 +2,8 @@
 
     python benchmarks/attribution.py --out benchmarks/results/attribution_cpu.json
 
-A network trained by full-batch gradient descent from one start: training has no randomness, so that
-retraining without a point is the truth about that point and no method is measured against noise.
+A network trained by full-batch gradient descent from one start: training has no randomness. Retraining
+without a point therefore gives the exact effect of that point, without noise.
 """
 
 import argparse
@@ -36,7 +36,7 @@ MOMENTUM = 0.9
 
 
 class Problem(NamedTuple):
-    """Data, the run that is scored, and what retraining says.
+    """Data, the training run that is scored, and the results of retraining.
 
     - `saved`: `{step: params}` of the run on all points.
     - `masks`, `targets`: halves, `(s, n)`, and the queries' losses of the models trained on them.
@@ -67,17 +67,19 @@ def bench_attribution(
     repeats: int = 2,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Times, peak memory and agreement of every method; dampings of rivals chosen in their favour.
+    """Times, peak memory and agreement of every method; the dampings of other methods are chosen in
+    their favour.
 
-    Ours has no constant chosen here. Rivals report their best LDS over the dampings that were tried
-    (`settings`); repeated seconds and memory are of that one. The first call is that of the first
-    setting, with all compiled programs forgotten before it.
+    No constant of our method is chosen here. Other methods report their best LDS over several dampings
+    (`settings`); repeated seconds and memory are those of the best one. The first call is that of the
+    first setting, with all compiled programs forgotten before it.
 
     **Arguments:**
 
     - `points`, `queries`: rows of MNIST, averaged to `side` by `side` pixels.
     - `hidden`, `steps`, `rate`: of the network and of gradient descent with momentum 0.9.
-    - `subsets`, `loo_points`: random halves and single points that are retrained without.
+    - `subsets`, `loo_points`: number of random halves, and of single points, without which the network
+      is retrained.
     - `rank`, `projection`: of Arnoldi and Nyström, and of projected TRAK.
     """
     problem = _make_problem(points, queries, hidden, side, steps, rate, subsets, loo_points, seed)

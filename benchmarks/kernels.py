@@ -31,13 +31,13 @@ WIDTHS = (784, 1024, 1024, 1024, 10)
 FCNN, CNN = Architecture("fcnn", 3, None), Architecture("cnn", 3, None)
 PEER_SCRIPT = Path(__file__).with_name("peer_neural_tangents.py")
 JACOBIAN_BYTES = 1024 * MIB
-"""Budget of the Jacobian tiles: one point's Jacobian takes 116 MiB."""
+"""Memory budget of the Jacobian tiles: the Jacobian of one point takes 116 MiB."""
 WARM_UP_POINTS = 6
-"""Enough that their Jacobians do not fit either: more points than that repeat the same tiles."""
+"""So many points that their Jacobians do not fit; more points would only repeat the same tiles."""
 MEMORY_BYTES = 128 * MIB
 """Budget of the memory measurements."""
 SAMPLE_SECONDS = 1e-3
-"""Time between looks at the memory; doubled, a shorter peak can pass unseen."""
+"""Time between measurements of the memory; with twice this value, a short peak may be missed."""
 
 
 def bench_kernels(
@@ -127,7 +127,7 @@ def bench_finite(points: tuple[int, ...], jacobian_points: int, repeats: int) ->
 
 
 def bench_memory() -> list[dict[str, Any]]:
-    """Bytes above the result at the peak of a repeated call, against the byte budget."""
+    """Peak bytes of a repeated call beyond its result, compared with the byte budget."""
     apply, params = plain_relu_network(WIDTHS)
     x, vectors, images = _normal(500, WIDTHS[0]), _normal(2000, WIDTHS[0]), _normal(16, 32, 32, 3)
     calls = {

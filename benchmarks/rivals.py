@@ -14,25 +14,26 @@ from dualfluence.losses import SoftmaxCrossEntropy
 from dualfluence.problem._record import NotConverged
 
 SHIFTS = (0.01, 0.1, 1.0, 10.0, 100.0)
-"""Dampings that solvers try, over the ridge that training stood for. The best
-lay inside, from 0.1 to 10, on the network of `attribution_cpu.json`."""
+"""Dampings to try, as multiples of the ridge that training corresponds to. On the network of
+`attribution_cpu.json` the best were inside this range, from 0.1 to 10."""
 
 FEW_SHIFTS = (0.1, 0.3, 1.0, 3.0, 10.0)
-"""Those of solvers that iterate for every query and take as long as all others together: fewer decades."""
+"""Dampings of solvers that iterate for every query. They take as long as all others together, so the
+range is smaller."""
 
 RTOL = 1e-2
-"""Relative residual of conjugate gradients. In float32 the gradient of a sure query stops them above
-1e-3, and a rank correlation does not see one per cent."""
+"""Relative residual of conjugate gradients. In float32 they stop above 1e-3 for a query with a
+confident prediction, and one per cent hardly changes a rank correlation."""
 
 TRAK_DAMPINGS = (1e-2, 1e-1, 1.0, 10.0)
 
 
 class Trained(NamedTuple):
-    """A trained network and what to score with it.
+    """A trained network, and the data to score with it.
 
-    - `checkpoints`, `rates`: of its run, the last included, with learning rates for TracIn.
-    - `halves`: models trained on random halves, for TRAK; the last checkpoint where there are none.
-    - `ridge`: that stopped training stands for.
+    - `checkpoints`, `rates`: checkpoints of its run, including the last, with learning rates for TracIn.
+    - `halves`: models trained on random halves, for TRAK; the last checkpoint if there are none.
+    - `ridge`: the one that stopped training corresponds to.
     """
 
     apply_fn: Callable[..., Any]
@@ -92,9 +93,9 @@ def candidates(
 def rival_scores(
     trained: Trained, names: Sequence[str] | None = None, **options: Any
 ) -> Iterator[tuple[str, str, np.ndarray]]:
-    """`(method, setting, scores)` of each candidate; one that diverges is left out, and said so.
+    """`(method, setting, scores)` of each candidate; one that diverges is left out, and a message says so.
 
-    `names` are the methods that are wanted, all by default.
+    `names` selects methods, by default all.
     """
     tried = candidates(trained, **options)
     known = {candidate.name for candidate in tried}

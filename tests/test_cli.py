@@ -241,7 +241,7 @@ def test_a_page_is_made_of_a_story_and_numbers(tmp_path):
     assert "truth 3<br>model: <b>6 ✗</b>" in page
     assert "labelled 7<br>model: 4<br><b>truth 4 ✗</b>" in page
     assert "labelled 9<br>model: 4<br><b>truth 9 ✓</b>" in page
-    assert "<b>1\nare wrong</b>" in page
+    assert "<b>1 are wrong</b>" in page
     assert "for all 30 that is 15 s" in page
 
 

@@ -449,11 +449,11 @@ def test_subset_of_all_points_is_the_embedded_set():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"per_class_train": 201}, "201 points of class 0 asked for, 200 there"),
+        ({"per_class_train": 201}, "201 points of class 0 requested, but there are only 200"),
         ({"per_class_train": 0}, "at least 1"),
         ({"classes": ()}, "not empty"),
         ({"classes": (1, 1)}, "distinct"),
-        ({"classes": (11,)}, "1 points of class 11 asked for, 0 there"),
+        ({"classes": (11,)}, "1 points of class 11 requested, but there are only 0"),
     ],
 )
 def test_impossible_subset_is_refused(change, message):

@@ -19,6 +19,7 @@ DOCS = ROOT / "docs"
 PACKAGE = Path(dualfluence.__file__).parent
 sys.path.insert(0, str(DOCS / "_ext"))
 
+import make_numbers  # noqa: E402
 from markdown_docstrings import to_rest  # noqa: E402
 from public import public_names, public_namespaces  # noqa: E402
 
@@ -66,13 +67,27 @@ def test_every_public_name_says_what_it_is(module):
     assert [name for name, value in callables.items() if not own_docstring(value)] == []
 
 
-def test_the_rooms_of_the_readme_are_namespaces_or_exist():
+def test_the_rooms_where_a_new_thing_goes_exist():
     rows = re.findall(
-        r"^\| [^|]+ \| `(\w+/[a-z_.]*)`", (ROOT / "README.md").read_text(), re.MULTILINE
+        r"^\| [^|]+ \| `(\w+/[a-z_.]*)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
     )
     assert len(rows) >= 10
     missing = [place for place in rows if not (PACKAGE / place).exists()]
     assert [place for place in missing if not (ROOT / place).exists()] == []
+
+
+def test_tables_of_numbers_are_those_of_their_records():
+    assert [
+        page for page in make_numbers.PAGES if "<!-- numbers: " not in (ROOT / page).read_text()
+    ] == []
+    assert make_numbers.main(["--check"]) == 0
+
+
+def test_a_number_that_differs_from_its_record_is_seen():
+    text = (ROOT / "README.md").read_text()
+    wrong = text.replace("| 9.1 ms |", "| 9.2 ms |")
+    assert wrong != text
+    assert make_numbers.renewed(wrong) == text
 
 
 def run(blocks, name):

@@ -300,7 +300,7 @@ def test_until_counts_the_gap_or_says_that_it_cannot():
     assert gap < update.certificate.distance_bound <= 1.0001 * gap
     s = cases.without(p, [0, 3])
     assert _distance(update, theta_0, p.x, p.y, s, p) <= 1.0001 * gap
-    with pytest.raises(ValueError, match=r"left a gap of .* fit, which trains to the optimum"):
+    with pytest.raises(ValueError, match=r"have a gap of .* fit, which trains to the optimum"):
         fitted.edit(dfl.Remove([0, 3]), until=0.5 * gap)
 
 
@@ -377,7 +377,7 @@ def test_far_networks_are_warned_of_and_near_ones_are_not(recwarn):
     ):
         dfl.from_trained(model, far, x, y, ridge=1e-2, **options)
     early = _train(theta_0, x, y, 30.0, jnp.full(N, 1 / N), steps=1, rate=0.02)
-    with pytest.warns(dfl.FidelityWarning, match="training stopped short of its optimum"):
+    with pytest.warns(dfl.FidelityWarning, match="training stopped before its optimum"):
         fitted = dfl.from_trained(model, early, x, y, ridge=30.0, **options)
     assert not fitted.stats.converged
 

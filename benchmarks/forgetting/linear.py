@@ -1,4 +1,4 @@
-"""Ways to forget on a linearised model, to be judged by `measures`."""
+"""Ways to forget on a linearised model, for comparison by `measures`."""
 
 import time
 from dataclasses import replace
@@ -24,7 +24,7 @@ STEPS = {"ours, one step": 1, "ours, two steps": 2}
 METHODS = (*STEPS, "parameter space", "gradient ascent", "fine-tuning", "no unlearning")
 
 BY_GRADIENTS = ("gradient ascent", "fine-tuning")
-"""Methods with a rate to choose."""
+"""Methods whose rate must be chosen."""
 
 
 def forget_linear(
@@ -35,7 +35,7 @@ def forget_linear(
     **Arguments:**
 
     - `exact`: `fitted.retrain` without the forgotten points, the same for every method.
-    - `rate`: of gradient methods, in units of `1/(trace + λ)`, at which descent is stable for sure.
+    - `rate`: of gradient methods, in units of `1/(trace + λ)`, at which descent is certainly stable.
     """
     start = time.perf_counter()
     size = _distance(fitted, exact.state.alpha, fitted.state.alpha)

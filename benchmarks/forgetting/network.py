@@ -1,4 +1,4 @@
-r"""Ways to forget on networks that were trained by SGD, to be judged by `measures`.
+r"""Ways to forget on networks that were trained by SGD, for comparison by `measures`.
 
 Networks of one shape and many seeds train in one program: parameters, keys and weights are stacked along
 a leading axis. The objective is that of `from_trained` with `θ₀ = 0`, as weight decay has it:
@@ -45,7 +45,7 @@ ONE_BY_ONE = (*STEPS, READ_OUT, PARAMETER, DAMPED)
 
 @dataclass(frozen=True, eq=False)
 class Networks:
-    """A shape of network, its training set and how it is trained.
+    """A network shape, its training set and its training.
 
     - `apply_fn`: outputs `(n, c)` from parameters and features.
     - `x`, `y`: all training points; forgotten ones get weight zero.
@@ -139,7 +139,8 @@ def forget_by_gradients(
     method: str,
     rate: float,
 ) -> PyTree:
-    """Stacked networks after SGD on what stays (a tenth of the training), or ascent on what goes.
+    """Stacked networks after SGD on the retained points (a tenth of the training), or after ascent on
+    the forgotten ones.
 
     Ascent takes ten steps of the whole forgotten set, without ridge or momentum.
     """
@@ -166,8 +167,8 @@ def forget_one(
 ) -> dict[str, Forgot]:
     """One network after each method of `ONE_BY_ONE`.
 
-    Neither ours nor parameter space has a certificate here: the network is not linear. `damping` is added
-    to the exact Hessian, which is indefinite without.
+    Neither our method nor parameter space has a certificate here, because the network is not linear.
+    `damping` is added to the exact Hessian, which is indefinite without it.
     """
     start, model = time.perf_counter(), _around_zero(nets, params)
     with warnings.catch_warnings():
@@ -260,7 +261,8 @@ def judge(
     setting: Setting,
     seconds: float = 0.0,
 ) -> list[Judged]:
-    """Networks after a method, against `exact`: retrained with the same starts and orders of batches."""
+    """Networks after a method, compared with `exact`: networks retrained with the same starts and
+    orders of batches."""
     return [
         Judged(*outputs_of(nets, new, setting), _relative(new, old, want), seconds)
         for new, old, want in zip(found, before, exact, strict=True)
@@ -278,7 +280,7 @@ def judge_hessian(
     setting: Setting,
     damping: float,
 ) -> list[Judged]:
-    """Networks after a step with the exact Hessian, to choose its damping by."""
+    """Networks after a step with the exact Hessian, for the choice of its damping."""
     steps = [_in_parameter_space(nets, old, setting, _exact(damping)) for old in before]
     return judge(nets, [step.params for step in steps], before, exact, setting)
 
@@ -290,7 +292,7 @@ def forget_one_by_one(
     setting: Setting,
     damping: float = 0.0,
 ) -> tuple[dict[str, list[Judged]], dict[str, dict[str, float]]]:
-    """Networks after each method of `ONE_BY_ONE`, and by method the medians of what it tells."""
+    """Networks after each method of `ONE_BY_ONE`, and for each method the medians of its facts."""
     runs = [forget_one(nets, params, setting, damping) for params in before]
     judged = {
         name: [
@@ -314,11 +316,11 @@ def forget_one_by_one(
 
 
 def stack(trees: list[PyTree]) -> PyTree:
-    """One tree with a leading axis from many."""
+    """Many trees as one tree with a leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def unstack(tree: PyTree) -> list[PyTree]:
-    """Many trees from one with a leading axis."""
+    """The trees of one tree with a leading axis."""
     count = jax.tree.leaves(tree)[0].shape[0]
     return [jax.tree.map(lambda leaf, i=i: leaf[i], tree) for i in range(count)]

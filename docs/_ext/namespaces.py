@@ -42,7 +42,7 @@ class Namespace(SphinxDirective):
 
 def _also(names: list[str]) -> str:
     links = ", ".join(f"{{py:obj}}`~{ROOT}.{name}`" for name in names)
-    return f"Also here, described [with the root](dualfluence.md): {links}.\n\n" if names else ""
+    return f"Also available from here: {links}.\n\n" if names else ""
 
 
 def _entry(where: str, name: str, value: Any) -> str:

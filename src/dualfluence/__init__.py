@@ -1,8 +1,8 @@
 """Influence functions, data attribution and unlearning in data space.
 
-In flow order: linearise a model, fit it, edit its training set, read out what changed.
+The usual order: linearise a model, fit it, edit its training set, and ask what changed.
 
-The first public name that is used imports all of them, and JAX: `dualfluence --help` waits for neither.
+Nothing is imported before a public name is used, not even JAX, so `dualfluence --help` is fast.
 """
 
 from typing import TYPE_CHECKING, Any

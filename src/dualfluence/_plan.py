@@ -1,4 +1,5 @@
-r"""What a kernel costs before it is computed: bytes, products, time, and which form to take."""
+r"""The cost of a kernel before it is computed: bytes, products, time, and the form that `fit` would
+choose."""
 
 import math
 import shutil
@@ -29,7 +30,7 @@ BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
 """Assumed bytes per second of a stream through `K`, for another machine than this one."""
 
 COMPUTE = {"cpu": 5e10, "gpu": 3e13, "tpu": 3e13}
-"""Assumed floating-point operations per second of one device at full precision, likewise."""
+"""Assumed floating-point operations per second of one device at full precision, for another machine."""
 
 MEASURED_ROWS = 8192
 DEFAULT_RANK = 200
@@ -44,18 +45,19 @@ SMALLER_KERNELS = (
     "(mesh=...). dualfluence.plan shows what each costs."
 )
 SKETCH_COPIES = 5
-"""Arrays of the sketch's size alive at once: the features that are kept, and while they are made or
-multiplied with the factor of the loss, a few more."""
+"""Number of arrays of the size of the sketch in memory at once: the features that are kept, and a few
+more while they are computed or multiplied with the factor of the loss."""
 
 VECTORS = 24
 """Arrays of one number per unknown in a Newton step: state, residuals, directions, targets."""
 
 STORED_TILES = 4
-"""Tiles of a stored kernel in memory during a product: read ahead, in use, and converted."""
+"""Tiles of a stored kernel in memory during a product: those read ahead, the one in use, and its
+converted copy."""
 
 TILE_COPIES, TILES_PER_SIDE, CUT_ROWS = 6, 5, 2048
-"""Products alive while a tile is summed; a kernel of `CUT_ROWS` rows or more is cut into five tiles a
-side, a smaller one is a tile."""
+"""Products in memory while a tile is summed. A kernel of `CUT_ROWS` rows or more is cut into five tiles
+a side; a smaller one is a single tile."""
 
 GRADIENT_COPIES = 1.35
 """Gradients of a batch of points in the diagonal of a matrix-free kernel: between one and two of each."""
@@ -65,18 +67,18 @@ PREDICTED_WITHIN = 2.0
 
 
 class PlanError(ValueError):
-    """The work would not fit. The message says what would."""
+    """The arrays would not fit into memory or on the disk. The message says which form would fit."""
 
 
 @dataclass(frozen=True)
 class KernelForm:
-    """One way to represent `K`, and what using it takes.
+    """One way to store `K`, and its cost.
 
     - `name`: `"dense"`, `"kronecker"`, `"matrix-free"`, `"low-rank"` or `"stored"`.
     - `num_bytes`: of `K` in this form, on all devices together or on disk.
     - `bytes_per_device`: of `K` in the memory of each device.
-    - `work_bytes`: what `fit` and requests hold besides at their fullest, on each device.
-    - `fits`: whether memory (or disk) suffices.
+    - `work_bytes`: the largest amount of further memory that `fit` and requests need on each device.
+    - `fits`: whether memory (or disk) is large enough.
     - `products`, `seconds`: products with `K`, and the time they take.
     - `note`: anything else, in words.
     """
@@ -92,13 +94,13 @@ class KernelForm:
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of each device at its fullest."""
+        """Peak memory of each device."""
         return self.bytes_per_device + self.work_bytes
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """All forms, the one that `Auto` takes, and why; `print` it."""
+    """All forms, the one that `fit` chooses, and why; `print` it."""
 
     forms: tuple[KernelForm, ...]
     chosen: str
@@ -115,9 +117,9 @@ class Plan(Shown):
             others = [f"{f.name} ({human(f.peak_bytes)})" for f in self.forms if f.fits]
             advice = ", ".join(others) if others else "fewer points or outputs"
             raise PlanError(
-                f"plan: a {name} kernel takes {human(form.bytes_per_device or form.num_bytes)} per "
-                f"device and {human(form.work_bytes)} of work space, which is more than there is. What "
-                f"fits: {advice}. More devices (mesh=...) share the rows."
+                f"plan: a {name} kernel takes {human(form.bytes_per_device or form.num_bytes)} "
+                f"per device and {human(form.work_bytes)} of work space, which is more than "
+                f"there is. These fit: {advice}. More devices (mesh=...) share the rows."
             )
         return form
 
@@ -170,12 +172,13 @@ def plan(
     - `num_params`: trainable parameters; without them there is no matrix-free form.
     - `structure`: `"dense"` for a finite network, `"kronecker"` for an infinitely wide one.
     - `dtype`: of the kernel.
-    - `devices`, `memory`: how many, and bytes of each; by default the memory of this machine's.
+    - `devices`, `memory`: number of devices, and bytes of each; by default the memory of this machine's
+      devices.
     - `disk`: free bytes for a store; by default those of the disk that `folder` is on.
     - `rank`: of low-rank kernels and of the preconditioner.
     - `tile`: points per side of a stored tile, as in `store.build`.
     - `activation_bytes`: of the largest activation of one point, if you know it; by default a guess
-      from `num_params`, which is low for convolutional networks.
+      from `num_params`, which is too low for convolutional networks.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by
       default this one, whose speed is measured in a second.
     - `bandwidth`: bytes per second through `K`, if you know them.
@@ -269,7 +272,7 @@ def _sketch_bytes(n: int, c: int, rank: int, size: int, devices: int) -> int:
 
 
 def _tile_bytes(products: int, share: int, rows: int, num_params: int | None, size: int) -> int:
-    """Work space of building `K`: products of a tile, and the features of all points if they fit."""
+    """Work space while `K` is built: products of a tile, and the features of all points if they fit."""
     products = products // (TILES_PER_SIDE**2 if rows >= CUT_ROWS else 1)
     features = 3 * rows * math.isqrt(num_params or 1) * size
     return min(tile_budget(share), products + features)
@@ -285,7 +288,7 @@ def _jacobian_bytes(n: int, c: int, num_params: int, size: int, activation: int 
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that there is."""
+    """The folder, or the nearest existing one above it."""
     folder = folder.expanduser().resolve()
     return next(each for each in (folder, *folder.parents) if each.exists())
 
@@ -307,7 +310,7 @@ def measure_speed() -> tuple[float, float]:
 
 
 def _choose(forms: list[KernelForm], memory: int) -> tuple[str, str]:
-    """What `fit(kernel="auto")` does: hold K if it fits, else go without it."""
+    """The choice of `fit(kernel="auto")`: store K if it fits, else compute without it."""
     first = forms[0]
     each, budget = first.bytes_per_device, int(SHARE * memory)
     if first.fits:
@@ -341,7 +344,7 @@ def _stored_side(n: int, per_point: int, size: int, tile: int | None) -> int:
 def check_fits(
     num_bytes: int, devices: int, what: str, *, call: str = "fit", hint: str = SMALLER_KERNELS
 ) -> None:
-    """Raise a `PlanError` for an array that cannot be held, before anything is allocated."""
+    """Raise a `PlanError` for an array that does not fit, before anything is allocated."""
     if num_bytes / devices > HARD_SHARE * total_memory():
         raise PlanError(
             f"{call}: {what} takes {human(int(num_bytes / devices))} per device, and there are "
@@ -387,7 +390,7 @@ def human(num_bytes: int, digits: int = 1) -> str:
 
 
 def apart(first: int, second: int) -> tuple[str, str]:
-    """Both in words, with as many digits as it takes to tell them apart."""
+    """Both sizes in words, with enough digits to distinguish them."""
     for digits in range(1, 10):
         words = human(first, digits), human(second, digits)
         if words[0] != words[1]:

@@ -1,4 +1,4 @@
-"""How good an unlearned model is: distances of parameters, a baseline, accuracies."""
+"""Measures of an unlearned model: distances of parameters, a baseline, accuracies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,12 +101,12 @@ def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTre
 def accuracy(outputs: Any, labels: Any) -> float:
     """Share of points whose predicted class is the label.
 
-    Several outputs: the largest one decides (the first of equals). Labels are integers `(n,)` in
-    `[0, c)`, or one row of scores per point, `(n, c)`, such as one-hot targets or probabilities,
-    of which each row must have a single largest entry.
+    With several outputs, the largest one is the predicted class (the first one of equals). Labels are
+    integers `(n,)` in `[0, c)`, or one row of scores per point, `(n, c)`, such as one-hot targets or
+    probabilities. Each row must have a single largest entry.
 
-    One output: positive or not decides, zero counts as not. Labels are -1/+1 or 0/1, as `(n,)` or
-    `(n, 1)`.
+    With one output, its sign is the predicted class, and zero counts as negative. Labels are -1/+1 or
+    0/1, as `(n,)` or `(n, 1)`.
     """
     f = np.asarray(as_array("accuracy outputs", outputs))
     y = np.asarray(as_array("accuracy labels", labels))
@@ -125,13 +125,13 @@ def unlearning_report(
 ) -> UnlearningReport:
     """Accuracy of a model on forgotten, retained and test points.
 
-    The outputs at all training points are computed once and split, so that another request
-    compiles nothing new.
+    The outputs at all training points are computed once and split, so that the next report compiles
+    nothing.
 
     **Arguments:**
 
     - `predict`: `x -> (n, c)`, e.g. `update.predict`.
-    - `x`, `y`: the training set before the edit; labels as `accuracy` takes them.
+    - `x`, `y`: the training set before the edit; labels in a form that `accuracy` accepts.
     - `forgotten`: positions of the removed points.
     - `x_test`, `y_test`: points that were never trained on.
     """
@@ -152,7 +152,7 @@ def unlearning_report(
 
 
 def _check_tree(name: str, params: PyTree) -> None:
-    """Raise for a tree whose norm is none: traced or complex leaves, or no tree of arrays at all."""
+    """Raise for a tree that has no norm: traced or complex leaves, or no tree of arrays at all."""
     leaves = jax.tree.leaves(params)
     for leaf in leaves:
         check_concrete(name, leaf)
@@ -163,7 +163,7 @@ def _check_tree(name: str, params: PyTree) -> None:
 
 
 def _predicted(predict: Callable[[Any], Any], x: Any) -> np.ndarray:
-    """Outputs by the user's function, whose failures name it."""
+    """Outputs of the user's function; an error of it names the function."""
     try:
         outputs = predict(x)
     except Exception as error:

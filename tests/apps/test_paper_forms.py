@@ -144,7 +144,7 @@ def test_only_removals_and_only_the_papers_forms_are_taken():
         dfl.Reweight([1], [2.0]),
         dfl.Add(np.zeros((1, 2, 31)), np.zeros((1, 2))),
     ):
-        with pytest.raises(ValueError, match="for Remove alone"):
+        with pytest.raises(ValueError, match="can only remove points"):
             remove(fitted, edit, form=PaperDirect())
     with pytest.raises(TypeError, match="solver"):
         fitted.edit(dfl.Remove([1]), solver=PaperCG())

@@ -93,5 +93,5 @@ def test_bad_grids_and_kernels_without_entries_are_refused():
         fitted.ridge_path([0.1, -1.0])
     with pytest.raises(ValueError, match="needs the entries of K"):
         cases.fit(p, kernel="matrix-free").ridge_path(GRID)
-    with pytest.raises(ValueError, match="needs two that have a weight"):
+    with pytest.raises(ValueError, match="needs at least two points that have a weight"):
         dfl.fit(np.eye(1), None, np.ones(1), loss=dfl.SquaredError(), ridge=0.1).ridge_path(GRID)

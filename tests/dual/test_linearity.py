@@ -42,7 +42,7 @@ def test_a_network_that_was_only_found_linear_loses_its_certificate_where_it_ben
     far = fitted.edit(edit)
     assert not far.certificate.certified
     assert any("no certificate" in note for note in far.stats.notes)
-    with pytest.raises(dfl.NotConverged, match="not the linear one"):
+    with pytest.raises(dfl.NotConverged, match="the network is not linear"):
         fitted.edit(edit, until=1e-3)
 
 

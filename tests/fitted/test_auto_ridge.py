@@ -53,7 +53,7 @@ def test_squared_error_takes_the_best_of_the_grid_by_retraining(seed, weights):
     reason = next(note for note in fitted.stats.notes if note.startswith("ridge "))
     assert f"{truth[best]:.4g}" in reason
     assert "least leave-one-out loss" in reason
-    assert "of 33 (exact; GCV would take" in reason
+    assert "of 33 (exact; GCV would choose" in reason
     # It is the fit that this ridge gives, and one that can go on.
     same = dfl.fit(sigma, None, y, loss=dfl.SquaredError(), ridge=fitted.ridge, weights=s)
     np.testing.assert_array_equal(fitted.alpha, same.alpha)
@@ -180,7 +180,9 @@ REFUSED = {
     "needs the entries of K for an eigendecomposition, not Sharded": lambda: dfl.fit(
         kernel, X, X[:, :1], mesh=jax.devices()[:1], **LOSS
     ),
-    "needs two that have a weight": lambda: dfl.fit(np.eye(1), None, np.ones(1), **LOSS),
+    "needs at least two points that have a weight": lambda: dfl.fit(
+        np.eye(1), None, np.ones(1), **LOSS
+    ),
     "the mean diagonal of K is 0": lambda: dfl.fit(np.zeros((3, 3)), None, np.ones(3), **LOSS),
 }
 

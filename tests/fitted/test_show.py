@@ -48,7 +48,7 @@ def test_an_update_prints_what_changed(update):
 def test_a_certificate_prints_its_bound():
     text = repr(dfl.Certificate(0.25, 0.0, 2.0, 0.5, gap=0.5))
     assert _fits_a_screen(text)
-    assert "‖θ − θ*‖ ≤ 1, 0.67 of ‖θ − θ₀‖, of which a gap of 0.5" in text
+    assert "‖θ − θ*‖ ≤ 1, 0.67 of ‖θ − θ₀‖, including a gap of 0.5" in text
     assert "distance_bound  1\n" in text
     none = repr(dfl.Certificate(0.25, 0.0, 2.0, 0.5, certified=False))
     assert "none: the network is not linear" in none

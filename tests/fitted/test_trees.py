@@ -309,7 +309,11 @@ def test_other_trees_and_dtypes(tmp_path, kind):
     ("x", "error", "words"),
     [
         ({}, ValueError, "a tree without any"),
-        ({"tokens": X["tokens"], "mask": X["mask"][:-1]}, ValueError, "equally many, got shapes"),
+        (
+            {"tokens": X["tokens"], "mask": X["mask"][:-1]},
+            ValueError,
+            "the same number of them, got shapes",
+        ),
         ({"tokens": X["tokens"], "mask": 3.0}, TypeError, r"x\['mask'\]: expected an array"),
         ({"tokens": X["tokens"], "mask": "no"}, TypeError, r"x\['mask'\].*got str"),
         ({"tokens": X["tokens"], "mask": np.array(1)}, ValueError, "points on axis 0"),

@@ -272,7 +272,7 @@ IMAGE = np.ones((2, 4, 4, 1))
                 np.ones((2, 3))
             ),
             ValueError,
-            "weights of its own",
+            "without weights",
         ),
         (lambda: infinite.serial(jnp.tanh), TypeError, "Activation"),
         (lambda: infinite.Dropout(0.0), ValueError, "keeping"),

@@ -270,9 +270,9 @@ def finite_layers(at):
     }
     for name in POOLS.split():
         if name == "GlobalSelfAttention":
-            with raises(NotImplementedError, "finite network is not offered"):
+            with raises(NotImplementedError, "finite network is not available"):
                 made[name].init(jax.random.key(0), spec, 6)
-            with raises(NotImplementedError, "finite network is not offered"):
+            with raises(NotImplementedError, "finite network is not available"):
                 made[name].apply((), x)
             continue
         params, after = made[name].init(jax.random.key(0), spec, 6)

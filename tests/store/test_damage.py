@@ -195,7 +195,7 @@ def test_a_disk_that_fills_up_is_said_in_words_and_resumed(tmp_path):
     shutil.rmtree(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (800, before[1]))
     try:
-        with pytest.raises(StoreError, match=r"larger than this process .* resumes it"):
+        with pytest.raises(StoreError, match=r"larger than this process .* resumes the build"):
             dfl.store.build(kernel, np.tile(x, (4, 1)), path, tile=11, progress=False)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

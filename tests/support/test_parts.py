@@ -143,7 +143,7 @@ def test_trees_are_rows_of_bytes_and_come_back():
     ("change", "words"),
     [
         ({"mask": np.array([True, False])}, r"x\['mask'\]: expected shape \(q, 1\)"),
-        ({"mask": np.ones((3, 1), bool)}, "equally many"),
+        ({"mask": np.ones((3, 1), bool)}, "same number of them"),
         ({"extra": np.ones(2)}, "expected a tree of arrays like"),
         ({"tokens": np.full((2, 3), 2**40)}, "cannot hold"),
     ],
@@ -206,7 +206,10 @@ def test_queries_and_features_have_points():
     ):
         with pytest.raises(ValueError, match=words):
             checks.check_queries(queries, x)
-    for features, words in ((np.zeros((0, 2)), "at least one point"), (np.zeros((2, 0)), "size")):
+    for features, words in (
+        (np.zeros((0, 2)), "at least one point"),
+        (np.zeros((2, 0)), "not empty"),
+    ):
         with pytest.raises(ValueError, match=words):
             checks.as_features("x", features)
     np.testing.assert_array_equal(checks.as_dtype("x", [1.0, 2.0], np.uint8), [1, 2])

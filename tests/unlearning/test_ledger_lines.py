@@ -291,7 +291,7 @@ def test_a_name_stands_for_one_row_until_it_is_removed():
     for name in ("a", "f"):
         with pytest.raises(KeyError, match="was removed"):
             ids.rows([name])
-        with pytest.raises(ValueError, match="never comes back"):
+        with pytest.raises(ValueError, match="a name can be used only once"):
             ids.check_new([name])
     assert ids.rows(["e", "c", "d"]) == [7, 2, 3]
 
@@ -315,7 +315,7 @@ def test_contents_of_a_request_come_back_whole_or_not_at_all(tmp_path):
     with pytest.raises(LedgerError, match=r"contents of line 7, was changed"):
         read_payload(path, known, 7)
     path.unlink()
-    with pytest.raises(LedgerError, match=r"contents of line 7, is gone"):
+    with pytest.raises(LedgerError, match=r"contents of line 7, is missing"):
         read_payload(path, known, 7)
 
 
@@ -335,5 +335,5 @@ def test_a_request_is_the_edit_of_its_name():
     (edit,) = edits_of("add", [], {"x": x, "targets": y})
     assert isinstance(edit, Add)
     np.testing.assert_array_equal(edit.x, x)
-    with pytest.raises(LedgerError, match="'swap' is no request"):
+    with pytest.raises(LedgerError, match="'swap' is not a request"):
         edits_of("swap", [], {})

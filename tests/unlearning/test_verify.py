@@ -58,6 +58,29 @@ def test_a_kernel_of_the_auditor_is_used_instead_of_the_stored_one(kept):
     assert not wrong.valid
 
 
+def test_a_kernel_in_float32_agrees_with_a_float64_one_to_its_own_rounding(kept, monkeypatch):
+    _, folder, _ = kept
+    monkeypatch.setattr(_verify_model, "BLOCK", 4)
+
+    def kernel(x1, x2):
+        exact = np.einsum("iap,jbp->iajb", x1[..., :-1], x2[..., :-1])
+        return exact.astype(np.float32)
+
+    def wrong_in_a_later_block(x1, x2):
+        rows = kernel(x1, x2)
+        return rows if len(rows) == 4 else rows * np.float32(1.001)
+
+    def verify(kernel):
+        return dfl.unlearning.verify(folder / "desk", folder / "model.npz", kernel=kernel)
+
+    report, stored = verify(kernel), verify(None)
+    assert report.valid, report.summary()
+    assert report.computed == stored.computed
+    assert "digits of K" in report.trusted[0]
+    assert not verify(wrong_in_a_later_block).valid
+    assert not verify(lambda a, b: kernel(a, b) * np.float32(1.5)).valid
+
+
 def test_a_claim_that_is_too_small_is_found(kept, tmp_path):
     """A forged ledger whose chain is right, but whose certificate is not."""
     _, folder, _ = kept
@@ -116,7 +139,7 @@ def test_a_missing_package_for_signatures_is_said(tmp_path, monkeypatch):
 
 
 def test_a_signature_inside_of_what_it_signs_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="outside of the folder"):
+    with pytest.raises(ValueError, match="outside the folder"):
         dfl.unlearning.sign_documents(tmp_path, tmp_path / "s.sig", tmp_path / "key")
 
 

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of influence: checks, compilation, files, memory, progress."""
+"""Helpers that have nothing to do with influence: checks, compilation, files, memory, progress."""

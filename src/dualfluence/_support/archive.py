@@ -1,8 +1,8 @@
-"""Arrays and a header in one `.npz` file that is believed only if every byte of it agrees.
+"""Arrays and a header in one `.npz` file, which is accepted only if all its checksums agree.
 
-Members are stored, never compressed, so a file can hold no more than its own length: what it claims is
-compared with that before anything is read. The header lists every array with a SHA-256 of its dtype,
-shape and bytes, and carries one of its own.
+Members are stored without compression, so they cannot be larger than the file. The sizes that the file
+claims are compared with its length before anything is read. The header lists every array with a SHA-256
+of its dtype, shape and bytes, and has a checksum itself.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from .files import FileError, MissingFileError, remove_stale, write_atomically
 
 HEADER = "meta"
 HEADER_BYTES = 2**24
-"""A larger header is no header of ours: it has names and a few numbers per array."""
+"""Largest size of a header. Real ones are smaller: they have names and a few numbers per array."""
 
 MAX_NPY_HEADER = 10_000
 KINDS = "?biufc"
-"""Booleans and numbers; above all, no objects."""
+"""Kinds of dtypes in a file: booleans and numbers, and no objects."""
 
 
 def write_archive(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
-    """Write atomically; `FileError` says in words what the system refuses."""
+    """Write atomically; errors of the system become a `FileError` in plain words."""
     plain, dtypes = {}, {}
     for name, array in arrays.items():
         plain[name], narrow = _storable(np.asarray(array))
@@ -45,7 +45,8 @@ def write_archive(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarr
 def read_archive(
     path: Path, format: str, version: int, what: str = "load"
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Header and arrays of what `write_archive` wrote, or a `FileError` that says `what` was asked."""
+    """Header and arrays of a file of `write_archive`; a `FileError` begins with `what`, the name of the
+    call."""
     if not path.exists():
         raise MissingFileError(f"{what}: there is no file {path}.")
     with checking(path, what):
@@ -64,12 +65,13 @@ def read_archive(
 
 
 class Damaged(Exception):
-    """What does not agree; becomes part of a `FileError`."""
+    """A part of a file that does not agree with its checksum or header; the text becomes part of a
+    `FileError`."""
 
 
 @contextmanager
 def checking(path: Path, what: str = "load") -> Iterator[None]:
-    """Whatever goes wrong inside is the file's fault: a `FileError` that names it."""
+    """Errors inside this scope become a `FileError` that names the file."""
     try:
         yield
     except FileError:
@@ -84,26 +86,27 @@ def checking(path: Path, what: str = "load") -> Iterator[None]:
 
 
 def seal(content: dict[str, Any]) -> bytes:
-    """JSON with a checksum of its own under `"checksum"`."""
+    """JSON with its checksum under `"checksum"`."""
     return _encode({**content, "checksum": _checksum(content)})
 
 
 def peek(text: bytes) -> dict[str, Any]:
-    """The content of what `seal` made, not yet to be believed: other versions seal otherwise."""
+    """The content of JSON from `seal`, not yet checked, because other versions compute the checksum
+    differently."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise Damaged("its header is not as it was written") from error
+        raise Damaged("its header was changed") from error
     if not isinstance(content, dict):
-        raise Damaged("its header is not as it was written")
+        raise Damaged("its header was changed")
     return content
 
 
 def unseal(text: bytes) -> dict[str, Any]:
-    """The content of what `seal` made; `Damaged` if a single byte of it has changed."""
+    """The content of JSON from `seal`; `Damaged` if a single byte of it has changed."""
     content = peek(text)
     if text != _encode(content):
-        raise Damaged("its header is not as it was written")
+        raise Damaged("its header was changed")
     if content.pop("checksum", None) != _checksum(content):
         raise Damaged("its header fails its checksum")
     return content
@@ -134,13 +137,13 @@ def _checksum(content: dict[str, Any]) -> str:
 
 
 def _members(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, zipfile.ZipInfo]:
-    """By name, with sizes that the file can hold."""
+    """Members by name; their sizes are at most that of the file."""
     infos = archive.infolist()
     members = {info.filename.removesuffix(".npy"): info for info in infos}
     if len(members) != len(infos):
         raise Damaged("a member occurs twice")
     if any(i.compress_type != zipfile.ZIP_STORED or i.file_size != i.compress_size for i in infos):
-        raise Damaged("a member is compressed, which is never done here")
+        raise Damaged("a member is compressed, which dualfluence never does")
     if sum(info.file_size for info in infos) > file_bytes:
         raise Damaged("its members claim to be larger than the file")
     if HEADER not in members or members[HEADER].file_size > HEADER_BYTES:
@@ -161,14 +164,14 @@ def _read(archive: zipfile.ZipFile, members: dict[str, zipfile.ZipInfo], name: s
         for axis in shape:  # in whole numbers of any size: a product of int64 could wrap around
             count *= axis
         if min(shape, default=0) < 0 or member.tell() + count * dtype.itemsize != info.file_size:
-            raise Damaged(f"array {name!r} is not as large as its shape {shape} says")
+            raise Damaged(f"array {name!r} has another size than its shape {shape}")
         array = np.empty(count, dtype)
         _fill(member, array)
     return array.reshape(shape[::-1]).T if fortran else array.reshape(shape)
 
 
 def _fill(member: Any, array: np.ndarray) -> None:
-    """All of the array, and then the end: only there the archive's own checksum is compared."""
+    """The whole array. It is read to the end, because only there the archive's checksum is compared."""
     view, done = array.view(np.uint8).data, 0
     while done < len(view):
         got = member.readinto(view[done:])

@@ -15,12 +15,12 @@ from jax.core import Tracer
 
 from .compile import jit
 
-OVERFLOW = "The model overflows at these queries: scale them as the training features were."
+OVERFLOW = "The model overflows at these queries: scale them like the training features."
 INT64 = np.iinfo(np.int64)
 
 
 class NotFinite(FloatingPointError, ValueError):
-    """What was asked for overflows. The message says where, and what to try."""
+    """The result overflows. The message says where, and what to try."""
 
 
 def as_array(name: str, value: Any) -> np.ndarray | jax.Array:
@@ -76,8 +76,8 @@ def check_concrete(name: str, value: Any) -> None:
     """Raise if JAX is tracing `value`."""
     if isinstance(value, Tracer):
         raise TypeError(
-            f"{name}: expected an array with values, got one that JAX is tracing. Fits, edits and "
-            "read-outs compile what they need themselves: call them outside of jit, grad and vmap."
+            f"{name}: expected an array with values, got one that JAX is tracing. Fits, edits "
+            "and read-outs compile their own programs: call them outside of jit, grad and vmap."
         )
 
 
@@ -87,8 +87,8 @@ def check_numbers(name: str, value: Any) -> None:
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise TypeError(
-            f"{name}: expected real numbers, got {dtype}. Give real and imaginary parts as features "
-            "or targets of their own."
+            f"{name}: expected real numbers, got {dtype}. Give real and imaginary parts as "
+            "separate features or targets."
         )
     kind = _kind(dtype)
     # NumPy counts durations among the integers.
@@ -123,7 +123,7 @@ def all_finite(name: str, array: np.ndarray | jax.Array) -> bool:
 
 
 def check_indices(name: str, indices: Any) -> np.ndarray:
-    """Integer positions as a sorted-as-given NumPy vector: one axis, not empty, no repeats."""
+    """Integer positions as a NumPy vector in the order given: one axis, not empty, no repeats."""
     array = np.asarray(as_array(f"{name} indices", indices))
     if array.ndim != 1:
         raise ValueError(
@@ -164,7 +164,7 @@ def check_range(name: str, indices: np.ndarray, num_points: int) -> None:
 
 
 def check_rows(name: str, value: Any, num_rows: int, what: str) -> None:
-    """Raise unless axis 0 of `value` has `num_rows` entries, one per `what`."""
+    """Raise unless axis 0 of `value` has `num_rows` entries, one for each thing that `what` names."""
     if value.ndim == 0 or value.shape[0] != num_rows:
         raise ValueError(
             f"{name}: expected {num_rows} rows, one per {what}, got shape {tuple(value.shape)}."
@@ -210,7 +210,7 @@ def check_points(name: str, array: Any) -> None:
     if array.ndim == 0 or array.shape[0] == 0:
         raise ValueError(f"{name} needs at least one point on axis 0, got shape {array.shape}.")
     if array.size == 0:
-        raise ValueError(f"{name}: expected features of some size, got shape {array.shape}.")
+        raise ValueError(f"{name}: expected features that are not empty, got shape {array.shape}.")
     check_finite(name, array)
 
 
@@ -250,7 +250,7 @@ def check_fraction(name: str, value: Any) -> None:
 
 
 def check_ridge(ridge: Any, dtype: Any = None) -> float:
-    """Raise unless the ridge λ is a positive finite number, also in the dtype it is used in."""
+    """Raise unless the ridge λ is a positive finite number, also in the dtype of the computation."""
     value = check_number("ridge", ridge)
     if not (np.isfinite(value) and value > 0):
         raise ValueError(
@@ -276,14 +276,15 @@ def _device_array(name: str, value: jax.Array) -> jax.Array:
 
 
 def _check_container(name: str, value: Any) -> None:
-    """Raise for what `np.asarray` would bend: masks that it drops, matrices that it wraps."""
+    """Raise for inputs that `np.asarray` would change silently: masks that it drops, matrices that it
+    wraps."""
     if type(value) is np.ndarray:
         return
     if isinstance(value, Mapping):
         raise TypeError(
-            f"{name}: expected one array of numbers, got a {type(value).__name__}. A tree of arrays can "
-            "stand for features of a network in fit, from_trained and their like, and then in every "
-            "later call about that model."
+            f"{name}: expected one array of numbers, got a {type(value).__name__}. A tree of "
+            "arrays is possible as features of a network, in fit, from_trained and similar "
+            "calls, and then in every later call about that model."
         )
     masked = np.ma.MaskedArray
     parts = value if isinstance(value, (list, tuple)) else (value,)
@@ -309,14 +310,14 @@ def _host_array(name: str, value: Any) -> np.ndarray:
         raise TypeError(f"{name}: got values that JAX is tracing; call outside of jit.") from None
     except Exception as error:
         raise ValueError(
-            f"{name}: expected an array of numbers, got a {type(value).__name__} that is none "
-            f"({error}). Rows must have equal lengths."
+            f"{name}: expected an array of numbers, got a {type(value).__name__} that cannot be "
+            f"converted ({error}). Rows must have equal lengths."
         ) from error
 
 
 @jit
 def _finite(array: jax.Array) -> jax.Array:
-    """In one program: a large kernel is read once, and no array of flags is held."""
+    """It is one program, so a large kernel is read once and no array of flags is stored."""
     return jnp.isfinite(array).all()
 
 
@@ -357,7 +358,7 @@ def _check_same(name: str, array: Any, cast: Any) -> None:
 
 
 def _signs_agree(array: Any, cast: Any) -> bool:
-    """-1 as unsigned and back is -1 again; its sign was lost on the way."""
+    """A negative number converted to unsigned and back is itself again, although its sign was lost."""
     if array.dtype == bool or cast.dtype == bool:
         return True
     return bool(((cast < 0) == (array < 0)).all())

@@ -1,9 +1,9 @@
-"""How the library's programs are compiled.
+"""The compiler options of the library's programs.
 
-By default XLA's GPU compiler tries out Triton kernels for every matrix product, which for float32
-products at full precision costs seconds per program and wins nothing. On one H200 (jax 0.11, n = 2000,
-c = 10, 784-1024³-10) a first removal with its parameters took 20.2 s with that search and 1.8 s
-without, the first kernel 28 s and 6.4 s; repeated calls took the same time.
+By default XLA's GPU compiler tries out Triton kernels for every matrix product. For float32 products at
+full precision this costs seconds per program and gains nothing. On one H200 (jax 0.11, n = 2000, c =
+10, 784-1024³-10) a first removal with its parameters took 20.2 s with that search and 1.8 s without,
+the first kernel 28 s and 6.4 s; repeated calls took the same time.
 """
 
 from collections.abc import Callable
@@ -21,22 +21,23 @@ T = TypeVar("T")
 GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 
 FLOAT64_OPTIONS = {"xla_disable_hlo_passes": "cudnn-fused-convolution-rewriter"}
-"""With 64-bit types on: the pass that moves a factor on a convolution (the `W_std/√fan_in` of an NTK
-parameterisation) into cuDNN's call, which rounds it to float32. A float64 network and its kernel came
-out 2e-8 off. Without the pass the factor is a multiplication of its own."""
+"""Passes that are switched off with 64-bit types on. One moves the factor of a convolution (the
+`W_std/√fan_in` of an NTK parameterisation) into cuDNN's call, which rounds it to float32. A float64
+network and its kernel came out 2e-8 off. Without the pass the factor is a separate multiplication."""
 
 
 UNTUNED_OPTIONS = {"xla_gpu_autotune_level": 0}
-"""No trial runs of matrix products: they are made on copies of the operands, so that the first product
-with a kernel of 40 GB held another 40 GB (peak of a fit on one H200: 2.01 kernels, without trials 1.08)."""
+"""Option for no trial runs of matrix products. Trials use copies of the operands, so the first product
+with a kernel of 40 GB held another 40 GB. The peak of a fit on one H200 was 2.01 kernels with trials
+and 1.08 without."""
 
 UNTUNED_BYTES = 2 * 2**30
-"""Arguments of a program past which it is compiled without trial runs. Doubled, kernels of up to 4 GiB
-may be held twice while their first program compiles."""
+"""A program whose arguments are larger than this is compiled without trial runs. With twice this value,
+kernels of up to 4 GiB may be held twice while their first program compiles."""
 
 
 def gpu_options() -> dict[str, Any]:
-    """What the compiler is told on a GPU."""
+    """Compiler options on a GPU."""
     return GPU_OPTIONS | (FLOAT64_OPTIONS if jax.config.read("jax_enable_x64") else {})
 
 
@@ -47,7 +48,7 @@ class Compiled(Generic[P, T]):
     """A function compiled on its first call, when the backend is known.
 
     JAX takes compiler options at the outermost `jit` only, so a call from inside another traced
-    function goes without.
+    function is compiled without them.
     """
 
     def __init__(self, fn: Callable[P, T], transform: Callable[..., Any]) -> None:
@@ -62,7 +63,7 @@ class Compiled(Generic[P, T]):
 
     @property
     def outermost(self) -> Any:
-        """The compiled function that calls from outside go to."""
+        """The compiled function for calls from outside of other compiled functions."""
         return self._with(gpu_options()) if self._on_gpu else self._inner
 
     def _with(self, options: dict[str, Any]) -> Any:
@@ -102,8 +103,8 @@ def holds_much(leaves: list[Any]) -> bool:
 class Filtered(Compiled[P, T]):
     """`equinox.filter_jit`, or plain `jax.jit` where every leaf is an array.
 
-    They do the same then, but telling arrays from the rest anew costs 0.2 ms of a call, as much as
-    a small request computes.
+    Both then do the same, but separating arrays from other leaves costs 0.2 ms at each call, as much as
+    a small request.
     """
 
     def __init__(self, fn: Callable[P, T]) -> None:

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and plain words where they cannot be."""
+"""Files that are written completely or not at all, and plain words for errors of the system."""
 
 import errno
 import os
@@ -27,13 +27,13 @@ REASONS = {
     errno.ENAMETOOLONG: "the name is too long; give a shorter one",
     errno.EIO: "the disk is failing; give another path",
 }
-"""What the errors of a system mean to somebody who wanted to write a file."""
+"""The meaning of the system's errors when a file is written."""
 
 TEMPORARY = ".tmp"
 
 
 class FileError(OSError, ValueError):
-    """A file is damaged, foreign or not there, or cannot be written. The message says what to do.
+    """A file is damaged, missing or of another kind, or it cannot be written. The message says what to do.
 
     Both an `OSError` and a `ValueError`, as `io.UnsupportedOperation` is: a bad file is a bad input.
     """
@@ -48,9 +48,9 @@ def write_atomically(
 ) -> None:
     """Write to a temporary name beside `path`, then rename; nothing is left after a failure.
 
-    Whatever the system refuses is a `FileError`. The temporary file is locked while it is written,
-    so that `remove_stale` can tell one in use from one that a killed process left. A `private` file is
-    readable by its owner alone, at every moment.
+    Errors of the system become a `FileError`. The temporary file is locked while it is written, so that
+    `remove_stale` can distinguish a file in use from one that a killed process left. A `private` file
+    is readable by its owner alone, at every moment.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def check_writable(path: Path) -> None:
 
 
 def remove_stale(folder: Path, name: str | None = None) -> None:
-    """Delete temporary files (of the file `name`) that a killed process left; those in use stay."""
+    """Delete temporary files (of the file `name`) that a killed process left, but not those in use."""
     start = "" if name is None else escape(name)
     for path in folder.glob(f".{start}*{TEMPORARY}"):
         with suppress(OSError), open(path, "rb") as file:
@@ -92,7 +92,7 @@ def remove_stale(folder: Path, name: str | None = None) -> None:
 
 @contextmanager
 def locked(path: Path, busy: Callable[[str], Any]) -> Iterator[None]:
-    """Hold the lock file `path`; the system lets go of it when this process ends, however it ends.
+    """Hold the lock file `path`; the system releases it when this process ends, also if it is killed.
 
     `busy` is called once with the number of the process that holds it, before waiting for that
     process to finish; it may raise instead.
@@ -110,9 +110,9 @@ def locked(path: Path, busy: Callable[[str], Any]) -> Iterator[None]:
 
 
 def system_error(error: BaseException | None) -> OSError | None:
-    """The refusal of the system behind `error`, if there is one.
+    """The error of the system that caused `error`, if there is one.
 
-    Archive writers raise an error of their own when they cannot be closed properly.
+    Writers of archives raise another error when they cannot be closed properly.
     """
     while error is not None:
         if isinstance(error, FileError):
@@ -124,7 +124,7 @@ def system_error(error: BaseException | None) -> OSError | None:
 
 
 def in_words(error: OSError) -> str:
-    """What the system refused, in words."""
+    """The error of the system in plain words."""
     return REASONS.get(error.errno or 0, str(error))
 
 

@@ -1,7 +1,7 @@
-"""The one memory policy: what there is, what a kernel may take, and what work besides it may take.
+"""The memory policy: how much memory there is, and how much of it a kernel and other work may take.
 
-Everything large that the library makes is either a kernel, whose size the caller can foresee, or
-work space that is cut into pieces of the sizes below.
+Every large array of the library is either a kernel, whose size the caller can foresee, or work space
+that is divided into pieces of the sizes below.
 """
 
 import os
@@ -12,21 +12,22 @@ SHARE = 0.4
 """Share of the memory that a dense kernel may take; Cholesky needs about as much again."""
 
 HARD_SHARE = 0.9
-"""Past this share of the memory a kernel that was asked for is refused rather than tried."""
+"""A kernel that would take more than this share of the memory is refused, even if the caller asks for
+it."""
 
 PANEL_BYTES = 64 * 2**20
-"""One panel of rows of a kernel that is read or converted piece by piece. Doubled: fewer, larger
-pieces, and twice the work space of checks and of float64 products with a float32 kernel."""
+"""One panel of rows of a kernel that is read or converted piece by piece. Larger panels mean fewer
+pieces, but more work space for checks and for float64 products with a float32 kernel."""
 
 TILE_BYTES = 256 * 2**20
-"""Work space of one kernel tile (features and products) unless told otherwise."""
+"""Default work space of one kernel tile (features and products)."""
 
 LARGE_TILE_BYTES = 2**30
-"""The same on an accelerator with room: smaller tiles leave it waiting for the host."""
+"""The same on an accelerator with enough memory: smaller tiles leave it waiting for the host."""
 
 FREE_SHARE = 8
-"""On an accelerator a tile's work space is at most one part in this many of the free memory, and
-at most one part in this many of the kernel it is for, once that is larger than `LARGE_TILE_BYTES`."""
+"""On an accelerator, the free memory divided by this number limits the work space of a tile. So does
+the size of its kernel divided by this number, if the kernel is larger than `LARGE_TILE_BYTES`."""
 
 STORED_TILE_BYTES = 64 * 2**20
 """One tile of a kernel on disk; a product holds a few."""
@@ -54,8 +55,8 @@ def memory_budget() -> int:
 def tile_budget(result_bytes: int) -> int:
     """Work space for the tiles of a kernel of that size.
 
-    A power of two: what is free changes from call to call, and a tile of another size would
-    compile anew.
+    A power of two: the free memory changes from call to call, and a tile of another size would have to
+    be compiled again.
     """
     stats = _device_stats()
     if stats is None:
@@ -71,7 +72,7 @@ def panel_rows(rows: int, row_bytes: int) -> int:
 
 
 def _device_stats() -> dict[str, int] | None:
-    """What an accelerator's allocator says, if it says its limit; `None` on a CPU."""
+    """The statistics of an accelerator's allocator, if they include its limit; `None` on a CPU."""
     device = jax.local_devices()[0]
     stats = device.memory_stats() if device.platform != "cpu" else None
     return stats if stats and "bytes_limit" in stats else None

@@ -1,4 +1,4 @@
-"""The gate for single numbers, names, flags, keys, functions and paths: options, not data."""
+"""Checks of options (not data): single numbers, names, flags, keys, functions and paths."""
 
 import operator
 import os
@@ -15,11 +15,12 @@ from .checks import check_concrete, check_number
 T = TypeVar("T")
 
 LARGEST_COUNT = 2**53
-"""Beyond this a count is a mistake, and products of counts leave the range of floats."""
+"""The largest count. A larger one must be a mistake, and products of such counts leave the range of
+floats."""
 
 
 def maybe(check: Callable[..., T], name: str, value: Any, **options: Any) -> T | None:
-    """`None` for an option that was not given, else what `check` makes of it."""
+    """`None` for an option that was not given, else the result of `check`."""
     return None if value is None else check(name, value, **options)
 
 
@@ -48,7 +49,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = LARGEST_CO
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
-    """One of these names."""
+    """The value, which must be one of these names."""
     if isinstance(value, str) and value in choices:
         return value
     want = " or ".join(map(repr, choices)) if len(choices) == 2 else f"one of {choices}"
@@ -57,12 +58,12 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
 
 
 def check_on_failure(what: str, value: Any) -> None:
-    """Raise unless `on_failure` is one of the two things that can be done."""
+    """Raise unless `on_failure` is `"raise"` or `"report"`."""
     check_choice(f"{what}: on_failure", value, ("raise", "report"))
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`True` or `False`; NumPy's count, the truth of other things does not."""
+    """`True` or `False`; NumPy's booleans count too, other values do not."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return bool(value)
@@ -77,7 +78,8 @@ def check_progress(what: str, value: Any) -> None:
 
 
 def check_function(name: str, value: Any, form: str) -> None:
-    """Raise unless `value` is a function (or an object that can be called); `form` says of what."""
+    """Raise unless `value` is a function (or an object that can be called); `form` describes its
+    arguments."""
     if not callable(value) or isinstance(value, type):
         given = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
         raise TypeError(f"{name} must be a function {form}, got {given}.")
@@ -126,7 +128,7 @@ def check_key(name: str, key: Any) -> Any:
 
 
 def check_path(name: str, path: Any) -> Path:
-    """A path that a file system can know."""
+    """A path that a file system can hold."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name}: path must be a string or a Path, got {type(path).__name__}.")
     text = os.fspath(path)

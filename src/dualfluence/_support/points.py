@@ -1,8 +1,8 @@
 """Inputs that are trees of arrays with the points on axis 0: tokens and mask, image and metadata.
 
-Behind the gate a point is one row of bytes. So rows of such a training set are gathered, appended,
-stored, spread over devices and overwritten like those of any array, and only the network, which unpacks its
-rows, knows that there was a tree.
+Inside the library a point of such inputs is one row of bytes. Therefore rows are gathered, appended,
+stored, spread over devices and overwritten as for any array. Only the network, which unpacks its rows,
+knows that they come from a tree.
 """
 
 from dataclasses import dataclass
@@ -22,8 +22,8 @@ BYTES = np.dtype(np.uint8)
 def is_tree(x: Any) -> bool:
     """Whether inputs are a tree of arrays rather than one array.
 
-    A dict is, and every other node that JAX knows, also a tuple of arrays. A list is one array of its
-    rows, as is a tuple of numbers or lists.
+    A tree is a dict, a tuple of arrays, or any other node that JAX knows. A list is one array made of
+    its rows, and so is a tuple of numbers or lists.
     """
     if x is None or isinstance(x, list) or jax.tree_util.all_leaves([x]):
         return False
@@ -42,7 +42,7 @@ def count_points(x: Any) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """What a point of a tree of arrays is: the tree, and the shape and dtype of each leaf's rows."""
+    """The form of a point: the tree, and the shape and dtype of each leaf's rows."""
 
     tree: Any
     leaves: tuple[tuple[tuple[int, ...], str], ...]
@@ -57,12 +57,12 @@ class Form:
         return jax.ShapeDtypeStruct((num_points, self.size), BYTES)
 
     def holds(self, x: Any) -> bool:
-        """Whether `x` are points packed already, as they are handed on inside of the library."""
+        """Whether `x` are packed points, as the library passes them on internally."""
         kept = isinstance(x, jax.Array | np.ndarray) and x.dtype == BYTES
         return bool(kept and x.ndim == 2 and x.shape[1] == self.size)
 
     def pack(self, name: str, x: Any) -> jax.Array:
-        """Points with this form as rows of bytes on the device, checked."""
+        """Points of this form as rows of bytes on the device, checked."""
         if self.holds(x):
             return jnp.asarray(x)
         if not is_tree(x) or jax.tree.structure(x) != self.tree:
@@ -101,7 +101,7 @@ class Form:
 
     @classmethod
     def from_plain(cls, plain: Any) -> "Form":
-        """What `to_plain` wrote; raises `ValueError`, `TypeError` or `KeyError` for anything else."""
+        """The inverse of `to_plain`; raises `ValueError`, `TypeError` or `KeyError` for anything else."""
         places, given = plain
         tree = _from_plain(places)
         leaves = tuple(
@@ -120,8 +120,8 @@ def _plain(node: Any) -> Any:
     if type(node) is dict and all(type(key) is str for key in node):
         return ["dict", {key: _plain(part) for key, part in node.items()}]
     raise ValueError(
-        f"save: features are a tree with a {type(node).__name__} in it; files can hold dicts with names, "
-        "tuples and lists. Give the model such a tree."
+        f"save: features are a tree with a {type(node).__name__} in it; files can hold dicts "
+        "with names, tuples and lists. Use such a tree for the features of the model."
     )
 
 
@@ -172,8 +172,8 @@ def form_of(name: str, x: Any) -> Form | None:
 def _entered(name: str, leaf: Any) -> Any:
     if not _is_array(leaf):
         raise TypeError(
-            f"{name}: expected an array with points on axis 0, got {type(leaf).__name__}. What is the "
-            "same for all points belongs into apply_fn or the parameters."
+            f"{name}: expected an array with points on axis 0, got {type(leaf).__name__}. Put "
+            "values that are the same for all points into apply_fn or the parameters."
         )
     return as_jax(name, leaf) if not isinstance(leaf, Tracer | jax.ShapeDtypeStruct) else leaf
 
@@ -195,5 +195,5 @@ def enter_points(name: str, x: Any, form: Form | None) -> jax.Array:
 
 
 def shown(rows: Any, form: Form | None) -> np.ndarray | None:
-    """Features to be shown beside scores; those of a tree of arrays are no picture."""
+    """Features to show beside scores; `None` for a tree of arrays, which is not a picture."""
     return None if form is not None else np.asarray(rows)

@@ -12,7 +12,7 @@ REDRAW_SECONDS = 0.2
 
 
 class Ticker:
-    """Counts finished units of work and says how much time is left.
+    """Counts finished units of work and reports how much time is left.
 
     **Arguments:**
 

@@ -20,7 +20,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(cls: type[T], value: Any, what: str) -> T:
-    """A record of class `cls`; `ValueError` names the field that is not of its type."""
+    """A record of class `cls`; a `ValueError` names the field whose value has the wrong type."""
     hints, names = get_type_hints(cls), _field_names(cls)
     if names is None or not isinstance(value, dict) or set(value) != set(names):
         raise ValueError(f"{what} does not have the fields of {cls.__name__}")

@@ -14,9 +14,9 @@ Table = tuple[str, Sequence[tuple[str, str]]]
 class Shown:
     """A result that prints as one screen, and as a table where a notebook shows it.
 
-    Comes first among the bases, and `@dataclass` gets `repr=False`: the text is made here. Without a
-    `_table` of its own a dataclass shows its fields, arrays by shape and trees by size: no weights, no
-    data.
+    It must come first among the bases, with `@dataclass(repr=False)`, because it makes the text. A
+    dataclass that does not override `_table` shows its fields, arrays by shape and trees by size: no
+    weights, no data.
     """
 
     def _table(self) -> Table:
@@ -53,11 +53,11 @@ def described(value: Any) -> str:
 
 
 def html_table(title: str, rows: Sequence[tuple[str, str]]) -> str:
-    """The same as HTML; all text is escaped, since names and notes may hold anything."""
+    """The same as HTML; all text is escaped, because names and notes may contain anything."""
     cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
     return f"<div><strong>{escape(title)}</strong><table>{''.join(cells)}</table></div>"
 
 
 def count(number: int, thing: str, things: str | None = None) -> str:
-    """`1 step`, `2,000 steps`; `things` where that is not the word with an s."""
+    """`1 step`, `2,000 steps`; `things` is the plural if it is not the word with an s."""
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"

@@ -16,12 +16,14 @@ from .progress import ProgressFn, Ticker
 
 
 def even_size(n: int, size: int) -> int:
-    """The smallest size that cuts `n` into as many pieces as `size` does: little of the last is padding."""
+    """The smallest size that divides `n` into as many pieces as `size` does, so that the last piece
+    needs little padding."""
     return ceil(n / ceil(n / size))
 
 
 def pad_rows(x: Any, start: int, size: int) -> Array:
-    """Rows `start:start+size` of `x`, the last repeated past the end: one shape, one compile."""
+    """Rows `start:start+size` of `x`. Past the end the last row is repeated, so that all blocks have
+    one shape and compile once."""
     if start == 0 and size == x.shape[0]:
         return jnp.asarray(x)
     rows = x[start : start + size]
@@ -32,7 +34,7 @@ def pad_rows(x: Any, start: int, size: int) -> Array:
 
 
 def _cut(tile: Array, rows: int, cols: int) -> Array:
-    """The first `rows` and `cols` of a tile: what is past them belongs to copies of the last point."""
+    """The first `rows` and `cols` of a tile; the others belong to copies of the last point."""
     for axis, size in ((0, rows), (tile.ndim // 2, cols)):
         if size < tile.shape[axis]:
             tile = lax.slice_in_dim(tile, 0, size, axis=axis)
@@ -41,14 +43,15 @@ def _cut(tile: Array, rows: int, cols: int) -> Array:
 
 @partial(jit, donate_argnums=0)
 def _put(result: Array, tile: Array, row: Array, col: Array) -> Array:
-    """`tile` written into `result` in place: one update a program, since two in one may copy it."""
+    """`tile` written into `result` in place. Each program does one update, because two in one program
+    may copy the result."""
     zeros = [jnp.zeros_like(row)] * (result.ndim // 2 - 1)
     return lax.dynamic_update_slice(result, tile, (row, *zeros, col, *zeros))
 
 
 @jit
 def _turned(tile: Array) -> Array:
-    """`tile` as it stands across the diagonal."""
+    """The mirror image of `tile` across the diagonal."""
     half = tile.ndim // 2
     return jnp.transpose(tile, (*range(half, 2 * half), *range(half)))
 
@@ -71,13 +74,14 @@ def fill_kernel(
     **Arguments:**
 
     - `block`: a jitted function of two batches. They always have exactly `tile[0]` and `tile[1]` rows:
-      a batch that reaches past the last point is filled up with copies of it, and what `block` returns
-      for the copies is cut off.
+      a batch that extends past the last point is filled up with copies of it, and the entries of the
+      copies are cut off.
     - `x1`, `x2`: inputs with the points on axis 0; `x2=None` means `x2 = x1`, a symmetric kernel:
       only tiles on and above the diagonal are computed, the rest are their transposes.
     - `tail`: output axes per point, `()` or `(c,)`.
     - `tile`: rows and columns of one tile; must be equal when `x2` is `None`.
-    - `flat`: fill a matrix of `(n1·c, n2·c)` instead: reshaped afterwards, a kernel is held twice.
+    - `flat`: fill a matrix of `(n1·c, n2·c)` instead, because reshaping a kernel afterwards would hold
+      it twice.
     - `out`: `"device"` fills a preallocated array by donated updates, `"host"` a NumPy array.
 
     **Returns:** the kernel, a `jax.Array` or, for `out="host"`, a NumPy array.
@@ -135,7 +139,7 @@ def _only_tile(
     label: str,
     progress: bool | ProgressFn,
 ) -> Array:
-    """A kernel that is one tile, as it comes: copied into a result of its own it would be held twice."""
+    """A kernel that is a single tile, without a copy, which would hold it twice."""
     with Ticker(1, label, progress) as ticker:
         left = pad_rows(x1, 0, tile[0])
         right = left if x2 is None else pad_rows(x2, 0, tile[1])

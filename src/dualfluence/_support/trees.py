@@ -1,4 +1,4 @@
-"""What counts as a parameter in a pytree, and norms of pytrees."""
+"""Which leaves of a pytree are parameters, and norms of pytrees."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def is_floating(leaf: Any) -> bool:
 
 
 def common_dtype(*arrays_or_dtypes: Any) -> Any:
-    """The dtype that holds all of these, by JAX's table, also where a user asks for strict promotion."""
+    """The dtype that holds all of these by JAX's table, even if a user asks for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays_or_dtypes)
 

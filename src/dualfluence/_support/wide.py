@@ -1,7 +1,8 @@
 """Float64 inside the library for users who stay in JAX's default float32.
 
-A model whose answers float32 cannot vouch for keeps its dual variables and outputs in float64. Its methods
-run in a local scope that switches 64-bit types on, and hand out float32 where the caller has them off.
+If float32 is not accurate enough for a model, the model keeps its dual variables and outputs in
+float64. Its methods run in a local scope that switches 64-bit types on, and return float32 if the
+caller has them off.
 """
 
 import importlib
@@ -22,12 +23,12 @@ T = TypeVar("T")
 
 
 def has_float64() -> bool:
-    """Whether 64-bit types are on here, by the caller's own choice or in a `double` scope."""
+    """Whether 64-bit types are on here, switched on by the caller or by a `double` scope."""
     return jnp.dtype(jax.dtypes.canonicalize_dtype(float)) == jnp.float64
 
 
 def double(wanted: bool = True) -> AbstractContextManager[Any]:
-    """A scope with 64-bit types, in this thread only; nothing where they are on or not wanted."""
+    """A scope with 64-bit types, in this thread only. It does nothing if they are on or not wanted."""
     return nullcontext() if not wanted or has_float64() else _switched(True)
 
 
@@ -49,7 +50,8 @@ def widened(tree: PyTree) -> PyTree:
 
 
 def narrowed(tree: PyTree) -> PyTree:
-    """Arrays in float64 as float32; a record that says how; everything else as it is."""
+    """Arrays in float64 as float32; records that define how they are narrowed; everything else
+    unchanged."""
     own = getattr(tree, "_in_float32", None)
     return own() if own is not None else jax.tree.map(_narrower, tree)
 
@@ -57,9 +59,9 @@ def narrowed(tree: PyTree) -> PyTree:
 def in_own_precision(
     method: Callable[Concatenate[S, P], T],
 ) -> Callable[Concatenate[S, P], T]:
-    """A method of an object with `is_wide`: computed in float64, handed out in float32.
+    """A method of an object with `is_wide`: computed in float64, returned in float32.
 
-    Called from inside a scope with 64-bit types it does neither: these callers want all digits.
+    Inside a scope with 64-bit types it does neither, because such callers want all digits.
     """
 
     @wraps(method)
@@ -82,7 +84,7 @@ def _narrower(leaf: Any) -> Any:
     narrow = leaf.astype(jnp.float32)
     if bool((jnp.isfinite(leaf) & ~jnp.isfinite(narrow)).any()):
         raise NotFinite(
-            "a number overflows float32, in which it is handed out: "
+            "a result overflows float32, the dtype in which it is returned: "
             f"{float(jnp.max(jnp.abs(leaf))):.3g}. Scale features and targets, or call "
             "jax.config.update('jax_enable_x64', True) first."
         )

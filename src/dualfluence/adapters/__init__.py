@@ -1,4 +1,5 @@
-"""Models of other frameworks: one call in, one call back. Frameworks are imported when used."""
+"""Models of other frameworks: one call takes a model, another gives it back. Frameworks are imported
+when used."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ _ESTIMATORS = ("DualInfluenceClassifier", "DualInfluenceRegressor")
 
 
 def __getattr__(name: str) -> Any:
-    """Estimators are classes of scikit-learn, so that it is imported where one is asked for."""
+    """Estimators are classes of scikit-learn, which is imported when the first one is used."""
     if name not in _ESTIMATORS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     need("sklearn", f"adapters.{name}", "sklearn")

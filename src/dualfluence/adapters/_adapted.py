@@ -1,4 +1,4 @@
-"""What every adapter returns: a function of parameters, its parameters, and the way back."""
+"""The result of every adapter: a function of parameters, its parameters, and the way back."""
 
 import importlib
 import inspect
@@ -26,10 +26,10 @@ EVALUATION = {
     "inference": True,
     "use_running_average": True,
 }
-"""Names by which models are told whether they train, and the value that says they do not."""
+"""Names of flags for training, and their value in evaluation mode."""
 
 Trainable = Callable[[tuple[Any, ...], Any], bool] | str | Sequence[str] | None
-"""Which parameters count: as in `linearize`, or patterns of their names, such as `"head/*"`."""
+"""Which parameters are trained: as in `linearize`, or patterns of their names, such as `"head/*"`."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,9 +42,9 @@ class Adapted(Shown):
     **Fields:**
 
     - `framework`: its name.
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; dropout off, statistics as they are in `params`.
-    - `params`: `"params"`, which is trained, beside collections that are not (`"state"`, in Linen
-      `"batch_stats"` and others): running statistics, buffers, frozen parameters.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; dropout off, statistics taken from `params`.
+    - `params`: a dict. `"params"` is trained; other collections (`"state"`, in Linen `"batch_stats"`
+      and others) are not: running statistics, buffers, frozen parameters.
     - `trainable`: `(path, leaf) -> bool`, false outside `"params"`.
     - `reader`: a model object to a tree like `params`.
     - `rebuild`: a tree like `params` to a model object.
@@ -75,14 +75,14 @@ class Adapted(Shown):
 
     @cached_property
     def linearized(self) -> Linearized:
-        """The network linearised at these parameters: what `fit` takes."""
+        """The network linearised at these parameters, for `fit`."""
         return linearize(self.apply_fn, self.params, trainable=self.trainable, scale=self.scale)
 
     def read(self, model: Any) -> PyTree:
         """The parameters of another model object of this kind: a checkpoint, the initialisation.
 
-        What stands for a model is what the adapter was given: a module, for Linen its variables, for
-        Haiku its parameters or a pair with its state. Statistics come with it.
+        Give the object in the form that the adapter takes: a module; for Linen its variables; for Haiku
+        its parameters, or a pair with its state. Statistics are read too.
         """
         return self._checked("read", self.reader(model))
 
@@ -91,7 +91,7 @@ class Adapted(Shown):
         return replace(self, params=self._checked("at", params))
 
     def at_zero(self) -> "Adapted":
-        """The same network with its trained parameters zero: where plain weight decay pulls."""
+        """The same network with its trained parameters zero, towards which plain weight decay pulls."""
         treedef = jax.tree.structure(self.params)
         leaves = jax.tree.leaves_with_path(self.params)
         zero = [
@@ -121,7 +121,7 @@ class Adapted(Shown):
         return self.rebuild(self._checked("restore", params))
 
     def _checked(self, call: str, params: PyTree) -> PyTree:
-        """`params` as arrays in our dtypes, or an error where the trees differ."""
+        """`params` as arrays in our dtypes, or an error if the trees differ."""
         want, got = jax.tree.structure(self.params), jax.tree.structure(params)
         if want != got:
             raise ValueError(
@@ -147,7 +147,7 @@ def adapt(
     reader: Callable[[Any], PyTree],
     rebuild: Callable[[PyTree], Any],
 ) -> Adapted:
-    """The record, from a framework's call with parameters of its own."""
+    """The record, from a call of the framework with parameters in the framework's form."""
     params = jax.tree.map(jnp.asarray, params)
 
     def apply_fn(params: PyTree, x: Array) -> Any:
@@ -157,7 +157,7 @@ def adapt(
 
 
 def _with_columns(outputs: Any) -> Any:
-    """One number per point becomes a column; what is not `(n, c)` after that is refused by name."""
+    """One number per point becomes a column; any result that is then not `(n, c)` raises an error."""
     return outputs[:, None] if getattr(outputs, "ndim", None) == 1 else outputs
 
 
@@ -190,7 +190,7 @@ def need(module: str, call: str, extra: str) -> Any:
 
 
 def evaluation_flags(call: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a model's call: those given, and evaluation mode where it has a flag for it."""
+    """Arguments of a model's call: those given, and evaluation mode if the call has a flag for it."""
     names = inspect.signature(call).parameters
     return {name: off for name, off in EVALUATION.items() if name in names} | given
 

@@ -13,7 +13,7 @@ from ._adapted import Adapted, Trainable, adapt, check_model, evaluation_flags
 def from_equinox(
     model: Any, state: Any = None, *, trainable: Trainable = None, **call: Any
 ) -> Adapted:
-    """Adapt an Equinox module, which takes one point, and the state that goes with it.
+    """Adapt an Equinox module, which takes one point, and its state.
 
     Floating-point arrays of the module are trained; `state`, such as that of batch norm, is held.
 
@@ -21,8 +21,8 @@ def from_equinox(
 
     - `model`: called as `model(point)`, with a state as `model(point, state)`.
     - `state`: an `eqx.nn.State`.
-    - `trainable`: which parameters count, all by default.
-    - `call`: further arguments of the call; a `key` that it asks for is `None`.
+    - `trainable`: which parameters are trained, all by default.
+    - `call`: further arguments of the call; an argument `key` is `None`.
 
     **Returns:** `Adapted`; `restore` gives the module, with a state the pair of both, in inference mode.
     """

@@ -1,4 +1,4 @@
-"""Linear models that scikit-learn has fitted, taken over with their penalty, and the way back."""
+"""Takes over linear models that scikit-learn has fitted, with their penalty, and gives them back."""
 # pyright: reportMissingImports=false
 
 import copy
@@ -22,15 +22,15 @@ from ._adapted import need
 TAKEN = ("LogisticRegression", "Ridge", "RidgeClassifier")
 
 PULL = 1e-8
-"""Share of a free intercept that the ridge may take away. Ten times less makes its scale, and with it the
-rounding in certificates, ten times larger."""
+"""Share by which the ridge may reduce a free intercept. A value ten times smaller makes its scale, and
+so the rounding in certificates, ten times larger."""
 
 
 class _Stated(NamedTuple):
     """The objective of an estimator: loss, targets, the weight of each point, and its penalty.
 
-    `penalty` is the factor of `½‖w‖²` beside the weighted sum of losses, `intercept` the scale of the
-    intercept in it, `None` where it is free.
+    `penalty` is the factor of `½‖w‖²` in the sum with the weighted losses. `intercept` is the scale of
+    the intercept in the penalty, or `None` if it is free.
     """
 
     loss: AbstractLoss
@@ -57,22 +57,22 @@ def from_sklearn(
     $$\sum_i w_i\ell(f_i,y_i)+\tfrac{\lambda}{2}\|W\|^2,\qquad w_i = s_i/\sum_j s_j,\qquad
       \lambda = \frac{1}{C\sum_j s_j}\ \text{or}\ \frac{\alpha}{\sum_j s_j}.$$
 
-    The ridge takes at most a hundred-millionth of a free intercept.
-    What scikit-learn's solver left undone is counted in `certificate.distance_bound`, much of it where
-    `tol` is 1e-4 as it comes: give a smaller `tol` there, or `polish=True` here. Edits keep `λ`, and
-    a pipeline's other steps (its scaler) as they are.
+    The ridge reduces a free intercept by at most a hundred-millionth. `certificate.distance_bound`
+    includes the distance that scikit-learn's solver left to the optimum. At the default `tol=1e-4` this
+    is much: give scikit-learn a smaller `tol`, or use `polish=True` here. Edits keep `λ`, and do not
+    change the other steps of a pipeline (its scaler).
 
     **Arguments:**
 
     - `estimator`: the fitted model.
-    - `X`, `y`, `sample_weight`: what it was fitted on. A pipeline's other steps transform `X`; give the
-      queries of the result transformed too: `pipeline[:-1].transform(queries)`.
-    - `polish`: go on to the optimum of the same objective, with `fit`.
+    - `X`, `y`, `sample_weight`: the data it was fitted on. The other steps of a pipeline transform `X`.
+      Queries for the result must be transformed in the same way: `pipeline[:-1].transform(queries)`.
+    - `polish`: continue to the optimum of the same objective, with `fit`.
     - `options`: `kernel`, `mesh`, `sketch` and `progress`, as in `from_trained`.
 
     **Returns:** `Fitted`, whose `params()` are `{"w": (p, c), "b": (c,)}`, without `b` where there is no
-    intercept. One column `c` for two classes, that of the second. `to_sklearn` makes a model of
-    scikit-learn of it again.
+    intercept. For two classes there is one column `c`, that of the second class. `to_sklearn` turns it
+    into a model of scikit-learn again.
     """
     need("sklearn", "from_sklearn", "sklearn")
     X = _features(estimator, X)
@@ -106,7 +106,7 @@ def from_sklearn(
 
 
 def _free_scale(stated: _Stated, outputs: Any, ridge: float) -> float:
-    """The smallest scale at which the ridge takes next to nothing of the intercept.
+    """The smallest scale at which the ridge hardly changes the intercept.
 
     At its optimum a ridge `λ/P` takes the share `λ/(P h)` of an intercept whose loss has the curvature `h`.
     """
@@ -119,12 +119,12 @@ def _free_scale(stated: _Stated, outputs: Any, ridge: float) -> float:
 
 
 def to_sklearn(model: Fitted | Update[Any], estimator: Any) -> Any:
-    """A copy of a fitted estimator with the coefficients of a model that `from_sklearn` began.
+    """A copy of a fitted estimator with the coefficients of a model from `from_sklearn`.
 
     **Arguments:**
 
-    - `model`: what `from_sklearn` returned, or an update of it.
-    - `estimator`: the estimator or pipeline given to `from_sklearn`; it stays as it is.
+    - `model`: the result of `from_sklearn`, or an update of it.
+    - `estimator`: the estimator or pipeline given to `from_sklearn`; it is not changed.
     """
     need("sklearn", "to_sklearn", "sklearn")
     params = model.params()
@@ -133,8 +133,9 @@ def to_sklearn(model: Fitted | Update[Any], estimator: Any) -> Any:
     w = np.asarray(params["w"], np.float64)
     if w.T.size != last.coef_.size:
         raise ValueError(
-            f"to_sklearn: the model has weights of shape {w.shape}, the estimator coefficients of shape "
-            f"{last.coef_.shape}. Give the estimator that from_sklearn was given."
+            f"to_sklearn: the model has weights of shape {w.shape}, the estimator coefficients "
+            f"of shape {last.coef_.shape}. Give the estimator from which from_sklearn made the "
+            "model."
         )
     last.coef_ = w.T.reshape(last.coef_.shape)
     if "b" in params:
@@ -166,7 +167,7 @@ def _last(estimator: Any) -> Any:
 
 
 def _features(estimator: Any, X: Any) -> np.ndarray:
-    """The features that the last step of a pipeline sees, dense."""
+    """The features at the last step of a pipeline, dense."""
     from sklearn.pipeline import Pipeline
 
     _last(estimator)
@@ -174,8 +175,8 @@ def _features(estimator: Any, X: Any) -> np.ndarray:
         X = estimator[:-1].transform(X)
     if hasattr(X, "toarray"):
         raise TypeError(
-            f"from_sklearn: the features are a sparse matrix of shape {X.shape}. Take the model over "
-            "from the step itself, with X.toarray(), if they fit in memory."
+            f"from_sklearn: the features are a sparse matrix of shape {X.shape}. Call "
+            "from_sklearn with the last step itself and X.toarray(), if it fits in memory."
         )
     return np.asarray(X)
 
@@ -238,7 +239,7 @@ def _labels(model: Any, y: np.ndarray) -> np.ndarray:
     if y.ndim != 1:
         raise ValueError(
             f"from_sklearn: y of {type(model).__name__} must be one label per point, got shape "
-            f"{y.shape}. Several labels for each point go through Ridge, with targets of ±1."
+            f"{y.shape}. For several labels per point use Ridge, with targets of ±1."
         )
     unknown = np.setdiff1d(y, model.classes_)
     if unknown.size:
@@ -250,7 +251,7 @@ def _labels(model: Any, y: np.ndarray) -> np.ndarray:
 
 
 def _class_weights(model: Any, labels: np.ndarray) -> np.ndarray:
-    """What `class_weight` makes of each point's weight."""
+    """The weight of each point after `class_weight`."""
     given = model.class_weight
     if given is None:
         return np.ones(len(labels))

@@ -14,15 +14,15 @@ def from_haiku(
 ) -> Adapted:
     """Adapt a transformed Haiku function and its parameters.
 
-    `params` is trained, `state` is held. No random key is passed: what draws one fails.
+    `params` is trained, `state` is held. No random key is passed, so a function that draws one fails.
 
     **Arguments:**
 
     - `transformed`: from `hk.transform`, or with a `state` from `hk.transform_with_state`.
-    - `params`, `state`: as `transformed.apply` takes them.
-    - `trainable`: which parameters count, all by default.
-    - `call`: arguments of the function beside `x`. A flag such as `is_training` is set to evaluation
-      unless it is given.
+    - `params`, `state`: arguments of `transformed.apply`.
+    - `trainable`: which parameters are trained, all by default.
+    - `call`: arguments of the function other than `x`. A flag such as `is_training` is set to
+      evaluation unless it is given.
 
     **Returns:** `Adapted`; `restore` gives the parameters, with a state the pair of both.
     """

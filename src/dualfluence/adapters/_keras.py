@@ -18,10 +18,10 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
 
     **Arguments:**
 
-    - `model`: the model; `restore` copies it by Keras's own means, so that classes of your own must
-      be such as Keras can copy: a constructor that passes `**kwargs` on, `get_config` for the rest.
-    - `trainable`: which parameters count, all by default.
-    - `call`: arguments of the call beside `x`; `training` is `False` unless it is given.
+    - `model`: the model; `restore` copies it with Keras itself, so your own classes need a constructor
+      that passes on `**kwargs`, and a `get_config` for its other arguments.
+    - `trainable`: which parameters are trained, all by default.
+    - `call`: arguments of the call other than `x`; `training` is `False` unless it is given.
 
     **Returns:** `Adapted`; `restore` gives a Keras model.
     """
@@ -60,7 +60,7 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
 
 
 def _import_keras() -> Any:
-    """Keras, or an error that tells a missing package from a missing backend."""
+    """Keras, or an error that says whether the package or the backend is missing."""
     try:
         return need("keras", "from_keras", "keras")
     except ImportError as error:
@@ -83,7 +83,7 @@ def _check_ready(keras: Any, model: Any) -> None:
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
-    """Paths of variables; what Keras gives the same path twice gets a number."""
+    """Paths of variables; variables with the same path get a number."""
     paths = [variable.path for variable in variables]
     return [
         path if paths.count(path) == 1 else f"{path}#{paths[:k].count(path)}"

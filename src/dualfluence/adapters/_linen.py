@@ -17,7 +17,7 @@ def from_linen(module: Any, variables: Any, *, trainable: Trainable = None, **ca
     **Arguments:**
 
     - `module`, `variables`: as in `module.apply(variables, x)`.
-    - `trainable`: which parameters count, all by default.
+    - `trainable`: which parameters are trained, all by default.
     - `call`: arguments of `module.apply(variables, x, ...)`. A flag such as `train` or `deterministic`
       is set to evaluation unless it is given.
 

@@ -16,7 +16,7 @@ def from_nnx(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted
     **Arguments:**
 
     - `model`: the module; it is copied, and the copy put in evaluation mode.
-    - `trainable`: which parameters count, all by default.
+    - `trainable`: which parameters are trained, all by default.
     - `call`: arguments of `model(x, ...)`.
 
     **Returns:** `Adapted`; `restore` gives an `nnx.Module` in evaluation mode.

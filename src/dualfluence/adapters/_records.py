@@ -1,4 +1,4 @@
-"""What an optimiser did, as `attribution.Trajectory` asks for it."""
+"""The record of an optimiser, in the form that `attribution.Trajectory` takes."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,11 +21,11 @@ def sgd_record(
 
     **Arguments:**
 
-    - `optimizer`: an Optax schedule (a function of the step, from 0), a constant, the learning rate of
-      every step in a sequence (what a PyTorch scheduler's `get_last_lr()` said), or a
-      `torch.optim.SGD`, whose rate was constant and whose momentum and weight decay are read.
+    - `optimizer`: an Optax schedule (a function of the step, from 0), a constant, a sequence with the
+      learning rate of every step (as `get_last_lr()` of a PyTorch scheduler returns it), or a
+      `torch.optim.SGD` with a constant rate, from which momentum and weight decay are read too.
     - `steps`: optimiser steps before each checkpoint.
-    - `momentum`, `weight_decay`: those of training, 0 by default; from a PyTorch optimiser they are read.
+    - `momentum`, `weight_decay`: those of training, 0 by default; not needed with a PyTorch optimiser.
     """
     counts, read = [int(step) for step in steps], (0.0, 0.0)
     if hasattr(optimizer, "param_groups"):

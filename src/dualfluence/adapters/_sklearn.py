@@ -1,4 +1,4 @@
-"""Estimators for scikit-learn that can lose training points after they were fitted."""
+"""Estimators for scikit-learn that can forget training points after they were fitted."""
 # pyright: reportMissingImports=false
 
 import math
@@ -43,10 +43,10 @@ class _Linear(eqx.Module):
 
 
 class _DualEstimator(BaseEstimator):
-    """What the classifier and the regressor have in common: a fitted model and its removals."""
+    """Common part of the classifier and the regressor: a fitted model and its removals."""
 
     _kinds: ClassVar[dict[str, bool]] = {}
-    """What scikit-learn is to check of targets."""
+    """Options for scikit-learn's check of targets."""
 
     # Any values: scikit-learn wants them kept as given, and checked when fitting.
     def __init__(self, ridge: Any = 1e-2, *, fit_intercept: Any = True, model: Any = None) -> None:
@@ -55,30 +55,31 @@ class _DualEstimator(BaseEstimator):
         self.model = model
 
     def precision(self) -> AbstractContextManager[Any]:
-        """The scope that every method runs in, for the use of `fitted_` by itself.
+        """The scope in which every method runs; use it when you work with `fitted_` directly.
 
-        Linear features are computed in float64, as scikit-learn does, whatever JAX is set to; a `model`
-        of your own in the precision that JAX is set to.
+        Linear features are computed in float64, as in scikit-learn, whatever the setting of JAX. A
+        `model` of your own is computed in the precision of JAX's setting.
         """
         return double(self.model is None)
 
     @property
     def fitted_(self) -> Fitted:
-        """The `Fitted` behind the estimator, for every other edit and read-out."""
+        """The `Fitted` of the estimator, for every other edit and read-out."""
         fitted: Fitted = self._fitted
         wide = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
         if self.model is None and not wide:
             raise RuntimeError(
-                f"{type(self).__name__}.fitted_ holds float64 arrays, which JAX in float32 would round. "
-                "Use it inside of its scope: with estimator.precision(): estimator.fitted_.edit(...)."
+                f"{type(self).__name__}.fitted_ holds float64 arrays, which JAX in float32 would "
+                "round. Use it inside its scope: with estimator.precision(): "
+                "estimator.fitted_.edit(...)."
             )
         return fitted
 
     def unfit(self, indices: Any) -> Any:
         """Forget training points, exactly: as if fitted again without them.
 
-        The points' rows are overwritten too. Positions are those of the `X` given to `fit`, also after
-        earlier calls; a point that is gone already is refused.
+        The rows of these points are overwritten too. Positions are those of the `X` given to `fit`,
+        also after earlier calls; a point that was removed already raises an error.
 
         **Returns:** itself, changed.
         """
@@ -92,11 +93,11 @@ class _DualEstimator(BaseEstimator):
         return self
 
     def attribute(self, X: Any, y: Any = None, **options: Any) -> Attribution:
-        """What leaving each training point out would add to the loss of each query.
+        """How much leaving out each training point would add to the loss of each query.
 
         **Arguments:**
 
-        - `X`, `y`: queries and their targets; without targets, the model's own predictions stand in.
+        - `X`, `y`: queries and their targets; without targets, the predictions of the model are used.
         - `options`: those of `Fitted.attribute`, such as `of="margin"` or `refine=1e-6`.
 
         **Returns:** `Attribution`, whose `values` have the shape `(q, n)`.
@@ -108,18 +109,17 @@ class _DualEstimator(BaseEstimator):
             return self.fitted_.attribute(X, self._targets(y), **{"progress": False} | options)
 
     def label_scores(self, *, refine: float | None = None) -> np.ndarray:
-        r"""How little each training point's label agrees with all the others, `(n,)`: what
-        `dualfluence audit` sorts by.
+        r"""How suspicious the label of each training point is, `(n,)`; `dualfluence audit` sorts by it.
 
         $$s_i = \ell(f_{-i}(x_i), y_i),$$
 
-        the loss of the point's own label under the model trained without the point. The largest scores
-        are the labels to look at first. Points that were forgotten have the score 0.
+        the loss of the point's label under the model trained without the point. The largest scores are
+        the labels to look at first. Points that were forgotten have the score 0.
 
         **Arguments:**
 
-        - `refine`: by default one Newton step takes a point away, which is exact for squared error; with
-          `refine` steps go on to this certified distance to exact retraining.
+        - `refine`: by default a point is removed by one Newton step, which is exact for squared error.
+          With `refine`, steps continue until this certified distance to exact retraining.
         """
         check_is_fitted(self)
         with self.precision():
@@ -130,7 +130,7 @@ class _DualEstimator(BaseEstimator):
             return np.where(np.asarray(data.sample_weights) > 0, np.asarray(scores), 0)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The state with the model as the bytes of a saved file, whose parts carry checksums."""
+        """The state; the model is in it as the bytes of a saved file with checksums."""
         given: Any = super().__getstate__()
         state: dict[str, Any] = dict(given)
         if "_fitted" in state:
@@ -183,7 +183,7 @@ class _DualEstimator(BaseEstimator):
         self._keep(fitted)
 
     def _keep(self, fitted: Fitted) -> None:
-        """Take over a fit and what linear models show of it."""
+        """Store a fit and the attributes of linear models."""
         cert = fitted.certificate
         # A free intercept raises the floor of rounding above the tolerance: no fault while it is of use.
         at_end = cert.at_floor and cert.relative_bound <= FLOOR_LIMIT
@@ -209,7 +209,7 @@ class _DualEstimator(BaseEstimator):
             return np.asarray(self.fitted_.predict(X))
 
     def _validated(self, X: Any, y: Any = "no_validation", **options: Any) -> Any:
-        """Checked by scikit-learn; a model of one's own may take points of any shape."""
+        """Features checked by scikit-learn; a model of your own may take points of any shape."""
         kind = jax.dtypes.canonicalize_dtype(np.float64)
         wanted: dict[str, Any] = {"dtype": kind, "allow_nd": self.model is not None} | options
         return validate_data(self, X, y, **wanted)
@@ -222,7 +222,7 @@ class _DualEstimator(BaseEstimator):
 
 
 def _own_outputs(model: Any, X: np.ndarray) -> int:
-    """How many outputs a model gives by itself; 1 for a kernel that serves any number."""
+    """Number of outputs of a model; 1 for a kernel that serves any number."""
     source = as_source(model, X)
     base = source.base_outputs(jnp.asarray(X[:1]), None)
     if base is not None:
@@ -231,28 +231,28 @@ def _own_outputs(model: Any, X: np.ndarray) -> int:
 
 
 class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
-    r"""Logistic regression that forgets points exactly and says what each one did.
+    r"""Logistic regression that forgets points exactly and reports the effect of each.
 
     Minimises $\frac1n\sum_i\ell_i + \frac{\lambda}{2}\|\theta\|^2$ in float64. The loss is that of
-    scikit-learn: softmax cross-entropy with a row of coefficients for each class, and for two classes the
-    logistic loss with one row, that of the second class. So this is
-    `LogisticRegression(C=1/(n*ridge), fit_intercept=False)` with a column of ones: the intercept is
-    pulled to zero like every other parameter. `fit_intercept="free"` leaves it free, as scikit-learn
-    does: then it is `LogisticRegression(C=1/(n*ridge))`. Removing points keeps `λ`, so that `C` becomes
-    that of the points that are left.
+    scikit-learn: softmax cross-entropy with a row of coefficients for each class, and for two classes
+    the logistic loss with one row, that of the second class. So this is
+    `LogisticRegression(C=1/(n*ridge), fit_intercept=False)` with a column of ones: the ridge pulls the
+    intercept to zero like every other parameter. `fit_intercept="free"` leaves it free, as scikit-learn
+    does: then it is `LogisticRegression(C=1/(n*ridge))`. Removing points keeps `λ`, so the equivalent
+    `C` changes with the number of remaining points.
 
     **Arguments:**
 
     - `ridge`: `λ`.
-    - `fit_intercept`: `True`, `False`, or `"free"` for one that the ridge hardly pulls: its scale is 1e7,
-      see `linearize`. The certificate then bounds the change of the intercept by the root of that scale
-      times `distance_bound` only.
-    - `model`: a network of `adapters` or `linearize`, or a kernel, instead of linear features, in the
-      precision that JAX is set to. A network needs one output per class, in the order of the sorted
-      labels; for two classes it may have one.
+    - `fit_intercept`: `True`, `False`, or `"free"` for one that the ridge hardly pulls: its scale is
+      1e7, see `linearize`. The certificate then bounds the change of the intercept only by the root of
+      that scale times `distance_bound`.
+    - `model`: a network of `adapters` or `linearize`, or a kernel, instead of linear features. It is
+      computed in the precision of JAX's setting. A network needs one output per class, in the order of
+      the sorted labels; for two classes it may have one.
 
-    **Attributes:** `classes_`, `coef_` and `intercept_` (linear features only), `fitted_` (the `Fitted`
-    behind it, for every other edit), `certificate_` (of the distance to the optimum).
+    **Attributes:** `classes_`, `coef_` and `intercept_` (linear features only), `fitted_` (the
+    `Fitted`, for every other edit), `certificate_` (of the distance to the optimum).
     """
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> "DualInfluenceClassifier":
@@ -271,7 +271,8 @@ class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
         return self
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Scores per class, `(q, c)`; for two classes the second's over the first's, `(q,)`."""
+        """Scores per class, `(q, c)`; for two classes the score of the second less that of the first,
+        `(q,)`."""
         outputs = self._outputs(X)
         if len(self.classes_) > 2:
             return outputs
@@ -299,11 +300,11 @@ class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
         return self._coded(np.searchsorted(self.classes_, y))
 
     def _coded(self, labels: np.ndarray) -> np.ndarray:
-        """Positions of classes as the loss takes them."""
+        """Positions of classes in the form that the loss takes."""
         return labels[:, None].astype(float) if self._columns == 1 else labels
 
     def _count_columns(self, X: np.ndarray) -> int:
-        """Outputs to train: one for two classes, unless the model gives one for each."""
+        """Number of outputs to train: one for two classes, unless the model has one for each."""
         classes = len(self.classes_)
         own = 1 if self.model is None else _own_outputs(self.model, X)
         if own == 1:
@@ -312,17 +313,18 @@ class DualInfluenceClassifier(ClassifierMixin, _DualEstimator):
         if own != classes and (own, classes) != (1, 2):
             raise ValueError(
                 f"DualInfluenceClassifier: the model has {own} outputs for {classes} classes, "
-                f"{self.classes_.tolist()}. It needs one for each, or one alone for two classes."
+                f"{self.classes_.tolist()}. It needs one for each class, or a single one for two "
+                "classes."
             )
         return own
 
 
 class DualInfluenceRegressor(MultiOutputMixin, RegressorMixin, _DualEstimator):
-    r"""Ridge regression that forgets points exactly and says what each one did.
+    r"""Ridge regression that forgets points exactly and reports the effect of each.
 
     Minimises $\frac1n\sum_i\frac12\|f_i-y_i\|^2 + \frac{\lambda}{2}\|\theta\|^2$ in float64. That is
-    `Ridge(alpha=n*ridge, fit_intercept=False)` with a column of ones: the intercept is pulled to
-    zero like every other parameter; with `fit_intercept="free"` it is `Ridge(alpha=n*ridge)`.
+    `Ridge(alpha=n*ridge, fit_intercept=False)` with a column of ones: the ridge pulls the intercept to
+    zero like every other parameter. With `fit_intercept="free"` it is `Ridge(alpha=n*ridge)`.
 
     **Arguments:** as for `DualInfluenceClassifier`; a network needs one output per target.
 

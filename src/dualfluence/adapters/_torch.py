@@ -1,4 +1,4 @@
-"""PyTorch, by torchax."""
+"""Adapter for PyTorch, by torchax."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
     **Arguments:**
 
     - `model`: the module; it is copied, and the copy put in evaluation mode.
-    - `trainable`: which parameters count, all by default.
+    - `trainable`: which parameters are trained, all by default.
     - `call`: arguments of `model(x, ...)`.
 
     **Returns:** `Adapted`; `restore` gives an `nn.Module` in evaluation mode.
@@ -57,7 +57,7 @@ def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
 
 
 def _merged(tree: Any) -> dict[str, Any]:
-    """Parameters and buffers by name, as a module's call takes them."""
+    """Parameters and buffers by name, in the form that the call of a module takes."""
     return {**tree["params"], **tree["state"]}
 
 
@@ -65,7 +65,7 @@ def _to_array(name: str, value: Any) -> Array:
     array = value.detach().cpu().numpy()
     if array.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            f"from_torch: {name} is float64, which JAX is not set up for. Call "
+            f"from_torch: {name} is float64, but JAX is set to float32. Call "
             "jax.config.update('jax_enable_x64', True) first, or give model.float()."
         )
     return jnp.array(array)  # a copy: PyTorch writes its weights in place

@@ -1,1 +1,1 @@
-"""What shows the library: comparisons, demo, benchmarks, the paper, the command line."""
+"""Applications of the library: comparisons, demo, benchmarks, the paper, the command line."""

@@ -1,4 +1,4 @@
-"""Which training points made a prediction: exact models, real networks, and how to check scores."""
+"""Scores of training points for predictions: of exact models, of real networks, and checks of scores."""
 
 from . import evaluate as evaluate
 from ._attribution import Attribution as Attribution

@@ -354,11 +354,11 @@ def _notes(
     far = own.gradient_norm / max(own.ridge * own.parameter_norm, sys.float_info.min)
     if far > FAR_FROM_OPTIMUM and not first_order:
         notes.append(
-            f"the model is up to {far:.1g} of ‖θ − θ₀‖ from its optimum, and every effect includes the way "
-            "there; edit(until=...) or retrain first"
+            f"the model is up to {far:.1g} of ‖θ − θ₀‖ from its optimum, and every effect "
+            "includes this distance; use edit(until=...) or retrain first"
         )
     if first_order:
-        notes.append("first order: neither leverage nor the renormalised mean is accounted for")
+        notes.append("first order: leverage and the renormalised mean are ignored")
     elif refine is None:
         notes.append("one Newton step per left-out point, exact for squared error")
     if refine is not None and (short := int((bounds > refine).sum())):

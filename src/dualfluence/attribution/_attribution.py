@@ -1,4 +1,4 @@
-"""The result of an attribution: what leaving out each point does to each query."""
+"""The result of an attribution: the effect of leaving out each point on each query."""
 
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -36,18 +36,18 @@ class Top(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Attribution(Shown):
-    """What each measured quantity would change by if each training point were left out.
+    """The effect of leaving out each training point on a quantity at each query.
 
     - `values`: `(q, n)`, query by training point; an array, or a memory map of a file.
-    - `of`: what was measured, e.g. `"loss"`.
-    - `direction`: 1 where a rise of it is bad, −1 where it is good (a margin).
+    - `of`: the measured quantity, e.g. `"loss"`.
+    - `direction`: 1 if a rise of the quantity is bad, −1 if it is good (a margin).
     - `own`: for each training point, the change of the same quantity at that point itself, `(n,)`.
     - `outputs_without`: outputs at each training point of the model trained without it, `(n, c)`.
     - `distance_bound`: certificates of refined answers, `(n,)`, else `None`.
-    - `unit`: what the numbers are measured in; `None` for scores without a unit.
-    - `notes`: how they were found and what they leave out.
-    - `x`, `y`, `xq`, `yq`: training points and queries, for pictures; not written to files
-      unless asked for.
+    - `unit`: the unit of the numbers; `None` for scores without a unit.
+    - `notes`: how the numbers were found and what they leave out.
+    - `x`, `y`, `xq`, `yq`: training points and queries, for pictures; files contain them only with
+      `include_features`.
     """
 
     values: np.ndarray
@@ -84,7 +84,7 @@ class Attribution(Shown):
     def top(self, k: int = 10) -> Top:
         """The `k` most helpful and most harmful points of every query, strongest first.
 
-        Where there are fewer points than `k`, all of them.
+        If there are fewer points than `k`, all of them.
         """
         k = min(check_count("top: k", k), self.num_points)
         helpful, harmful = [], []
@@ -109,14 +109,15 @@ class Attribution(Shown):
         return replace(self, **{name: narrow(getattr(self, name)) for name in names})
 
     def self_influence(self) -> np.ndarray:
-        """How much worse the model does at each training point once it is left out, `(n,)`.
+        """How much worse the model does at each training point if the point is left out, `(n,)`.
 
-        Large where a point is held up by nothing but itself: mislabelled, rare or memorised.
+        A value is large if only the point itself supports its label: mislabelled, rare or memorised points.
         """
         if self.own is None:
             raise ValueError(
-                "self_influence: these scores do not hold the effect of points on themselves. "
-                "Attribute with the training points as queries and take the diagonal."
+                "self_influence: these scores do not contain the effect of points on "
+                "themselves. Attribute with the training points as queries and take the "
+                "diagonal."
             )
         return self.direction * self.own
 
@@ -135,7 +136,7 @@ class Attribution(Shown):
 
     @classmethod
     def load(cls, path: Any) -> "Attribution":
-        """Read what `save` wrote; a damaged or foreign file is an error."""
+        """Read a file of `save`; a damaged file, or one of another kind, raises an error."""
         header, arrays = read_archive(Path(path), FORMAT, VERSION, "Attribution.load")
         names = ("of", "direction", "unit", "stats")
         fields = {name: header[name] for name in names}
@@ -160,7 +161,7 @@ class Attribution(Shown):
     def with_features(
         self, x: Any = None, y: Any = None, xq: Any = None, yq: Any = None
     ) -> "Attribution":
-        """The same scores with training points and queries beside them, for pictures."""
+        """The same scores with training points and queries added, for pictures."""
         for name, rows, want in (("x", x, self.num_points), ("xq", xq, self.num_queries)):
             if rows is not None and len(rows) != want:
                 raise ValueError(f"with_features: {name} must have {want} rows, got {len(rows)}.")
@@ -169,12 +170,11 @@ class Attribution(Shown):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GroupAttribution(Shown):
-    """What each measured quantity would change by if whole groups were left out.
+    """The effect of leaving out whole groups on a quantity at each query.
 
-    - `values`: `(q, g)`, each group solved as a group.
-    - `sums`: `(q, g)`, the single effects of its points added up; the difference is what the points
-      of a group do together.
-    - `interactions`: `(q, g, g)`, effect of two groups together less that of each, if asked for.
+    - `values`: `(q, g)`, with each group left out as a whole.
+    - `sums`: `(q, g)`, the sum of the single effects of its points; the difference is their joint effect.
+    - `interactions`: `(q, g, g)`, effect of two groups together less that of each, if requested.
     """
 
     names: tuple[str, ...]

@@ -52,7 +52,8 @@ def label(targets: Any, index: int) -> str:
 
 
 def plot_strip(result: Any, query: int = 0, k: int = 8, *, names: Any = None) -> Figure:
-    """The query on the left; above the points that helped it, below those that harmed it.
+    """The query on the left; in the upper row the points that helped it, in the lower row those that
+    harmed it.
 
     **Arguments:**
 

@@ -3,8 +3,8 @@ r"""Scores of every training point for every query at one checkpoint of a networ
 $$S_{qi} = \tfrac{1}{\lambda}[v_q^\top K_{qi}\,g_i - (R^\top K_{nq}v_q)^\top B^{-1}(R^\top K_{ni}\,g_i)],
   \qquad B = \lambda I + R^\top KR ,$$
 
-the first-order effect of leaving `i` out, with `g_i` the gradient of the mean loss. `K` is folded
-into `RᵀKR` one block of rows after the other and is never held.
+the first-order effect of leaving `i` out, with `g_i` the gradient of the mean loss. `RᵀKR` is computed
+from one block of rows of `K` after the other; `K` is never stored as a whole.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Finished pieces of a long computation on disk, so that a killed run goes on where it stopped."""
+"""Finished pieces of a long computation on disk, so that a killed run can continue."""
 
 import json
 import zipfile

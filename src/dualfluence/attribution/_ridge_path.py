@@ -45,7 +45,8 @@ class RidgePath(Shown):
     - `gcv`: mean training loss over `(1 − dof/(n·c))²`.
     - `training`: mean training loss.
     - `dof`: effective degrees of freedom, the trace of the smoother.
-    - `exact`: true for squared error; else one Newton step from the fit, good near its ridge.
+    - `exact`: true for squared error; otherwise the values are one Newton step from the fit, accurate
+      near its ridge.
     """
 
     ridges: np.ndarray
@@ -57,12 +58,12 @@ class RidgePath(Shown):
 
     @property
     def best(self) -> float:
-        """The ridge of least leave-one-out loss."""
+        """The ridge with the least leave-one-out loss."""
         return float(self.ridges[least(self.leave_one_out)])
 
     @property
     def best_gcv(self) -> float:
-        """The ridge of least generalised cross-validation."""
+        """The ridge with the least generalised cross-validation error."""
         return float(self.ridges[least(self.gcv)])
 
     @property
@@ -73,7 +74,7 @@ class RidgePath(Shown):
         how = "exact" if self.exact else "one Newton step"
         return (
             f"ridge {self.best:.3g}: least leave-one-out loss, {self.leave_one_out[at]:.4g}, of "
-            f"{self.ridges.size} ({how}; GCV would take {self.best_gcv:.3g}){edge}"
+            f"{self.ridges.size} ({how}; GCV would choose {self.best_gcv:.3g}){edge}"
         )
 
     def _table(self) -> Table:
@@ -114,7 +115,9 @@ def ridge_path(fitted: TrainedModel, grid: Any = None, what: str = "ridge_path")
     fitted = fitted.without_spare_rows()
     data = fitted.data
     if np.count_nonzero(data.sample_weights) < 2:
-        raise ValueError(f"{what}: leaving points out one by one needs two that have a weight.")
+        raise ValueError(
+            f"{what}: leaving out points one by one needs at least two points that have a weight."
+        )
     ridges = make_grid(fitted, grid, what)
     parts = _spectra(fitted, what)
     weights = jnp.asarray(data.weights, fitted.state.alpha.dtype)
@@ -175,8 +178,8 @@ def _spectra(fitted: TrainedModel, what: str) -> list[_Spectrum]:
     size = op.num_points * (1 if split else op.num_outputs)
     if size > MAX_SIZE:
         raise ValueError(
-            f"{what}: the eigendecomposition would be of size {size}, more than {MAX_SIZE}. Choose "
-            "the ridge on a part of the points."
+            f"{what}: the eigendecomposition would be of size {size}, more than {MAX_SIZE}. "
+            "Choose the ridge on a subset of the points."
         )
     if not split:
         K = op.dense().astype(dtype)

@@ -1,7 +1,7 @@
-r"""Scores of the literature without a system of the size of the model: gradient products and TRAK.
+r"""Scores of the literature that solve no system in parameter space: gradient products and TRAK.
 
-All give the `Attribution` of the rest of the library: positive where leaving the point out raises
-what is measured. Those that solve in parameter space are in `dualfluence.primal`.
+All return an `Attribution`, like the rest of the library: positive if leaving the point out raises the
+measured quantity. Methods that solve in parameter space are in `dualfluence.primal`.
 """
 
 import time
@@ -64,7 +64,7 @@ class _Products(Shown):
         loss: AbstractLoss | None = None,
         of: Measure = "loss",
     ) -> Attribution:
-        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
+        """Scores `(q, n)`; `loss` is softmax cross-entropy by default."""
         start = time.perf_counter()
         model = linearize(self.apply_fn, self.params, trainable=self.trainable)
         data = _check(model, x, y, xq, yq, loss, of)
@@ -91,7 +91,7 @@ class GradDot(_Products):
 class GradCos(_Products):
     """The cosine between the two gradients: `GradDot` without their lengths.
 
-    A gradient that is zero has the cosine zero with all others. Fields as for `GradDot`.
+    A zero gradient has the cosine zero with all others. Fields as for `GradDot`.
     """
 
     def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
@@ -140,7 +140,7 @@ class TracIn(Shown):
         loss: AbstractLoss | None = None,
         of: Measure = "loss",
     ) -> Attribution:
-        """Scores `(q, n)`; `loss` is softmax cross-entropy unless given."""
+        """Scores `(q, n)`; `loss` is softmax cross-entropy by default."""
         start = time.perf_counter()
         rates = np.broadcast_to(np.asarray(self.learning_rate, float), len(self.checkpoints))
         total: Any = 0.0
@@ -158,15 +158,15 @@ class TracIn(Shown):
 class TRAK(Shown):
     r"""$\bar{[\phi_q\Phi^\top(\Phi\Phi^\top+\rho I)^{-1}]}\,\bar{(1-p_i)}$ (Park et al. 2023).
 
-    `φ` is the gradient of the margin; both bars are means over models, taken before the product.
-    Class labels and softmax cross-entropy only.
+    `φ` is the gradient of the margin; both bars are means over models, taken before the product. It
+    supports only class labels and softmax cross-entropy.
 
     **Fields:**
 
     - `apply_fn`: in inference mode, or a model of `adapters`.
-    - `models`: parameters, in the original of models trained on random halves; one is allowed.
-    - `projection`: random directions that gradients are projected on, as in the original; `None`
-      takes the exact kernel instead, which the projected one tends to.
+    - `models`: parameters of one or more models; in the original method they are trained on random halves.
+    - `projection`: random directions that gradients are projected on, as in the original; `None` takes
+      the exact kernel instead, the limit of the projected one.
     - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`. The original has none and relies on
       `projection < n`.
     - `seed`: of the projections; model `t` uses `seed + t`.

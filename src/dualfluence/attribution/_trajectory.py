@@ -36,7 +36,7 @@ checkpoint itself: together, about 3. Twice or half of it costs little.
 """
 
 INDEPENDENT = 3.0
-"""How many independent scores the checkpoints of one run are worth, in `combine="shrunk"`.
+"""Number of independent scores to which the checkpoints of one run are equivalent, in `combine="shrunk"`.
 
 Neighbours resemble each other, so fewer than there are. A third or three times as many cost little."""
 
@@ -53,28 +53,28 @@ SHRUNK_NOTE = ("entries on which checkpoints and runs disagree are drawn towards
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Trajectory(Shown):
-    r"""The checkpoints of one training run, and how far it had come at each.
+    r"""The checkpoints of one training run, with the number of steps and the learning rate of each.
 
-    Training that stopped after `s` steps of size `η` stands for a ridge `λ = 1/(κηs)`. At each
+    Training that stopped after `s` steps of size `η` corresponds to a ridge `λ = 1/(κηs)`. At each
     checkpoint the network is linearised and every point scored by its first-order effect with that
-    ridge; scores are brought to one size per query and added over checkpoints and runs.
+    ridge; scores are scaled to one size per query and added over checkpoints and runs.
 
     **Fields:**
 
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed; or
       a model of `adapters`, whose `read` gives the checkpoints.
-    - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may sit on
-      disk. Those of the first quarter of training say most, the more the better: about twenty,
-      every half epoch at first.
+    - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may be on disk.
+      Checkpoints of the first quarter of training are the most useful. About twenty are good, at first
+      one every half epoch.
     - `steps`: optimiser steps before each, increasing.
     - `learning_rate`, `momentum`: of plain SGD; for a schedule, `learning_rate` may be a
       sequence: the mean over the steps up to each checkpoint.
-    - `preconditioner`: for Adam and its kin. Parameter pytrees (or a function of k) that hold the
-      diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
-      `adapters.adam_record` reads it from what Optax or PyTorch keeps.
-    - `weight_decay`: of training, plain L2 for SGD, decoupled (AdamW) with a preconditioner: a ridge in the
-      metric of the steps, which adds to that of stopping.
-    - `kappa`: `κ`; see `KAPPA` for why 3.
+    - `preconditioner`: for Adam and similar optimisers. Parameter pytrees (or a function of k) that
+      hold the diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
+      `adapters.adam_record` reads it from the state of Optax or PyTorch.
+    - `weight_decay`: that of training, plain L2 for SGD and decoupled (AdamW) with a preconditioner. It
+      adds to the ridge that stands for stopping.
+    - `kappa`: `κ`; `KAPPA` explains the default 3.
     - `trainable`: as in `linearize`.
     """
 
@@ -127,9 +127,9 @@ class Trajectory(Shown):
         given: Any = self.apply_fn
         if getattr(as_network(given), "scale", None) is not None:
             raise ValueError(
-                "Trajectory: the model has a scale, which is of a ridge that training had; "
-                "here the ridge stands for training that stopped. Give the model without it, and "
-                "the optimiser's own diagonal as preconditioner."
+                "Trajectory: the model has a scale, which belongs to a ridge in training; here "
+                "the ridge stands for training that stopped. Give the model without the scale, "
+                "and the diagonal of the optimiser as preconditioner."
             )
         apply_fn, trainable = opened("Trajectory", given, self.trainable)
         object.__setattr__(self, "trainable", trainable)
@@ -152,7 +152,7 @@ class Trajectory(Shown):
         return params
 
     def model(self, k: int) -> Linearized:
-        """The network linearised at the k-th checkpoint, in the optimiser's own metric."""
+        """The network linearised at the k-th checkpoint, in the metric of the optimiser."""
         params = self.checkpoint(k)
         if self.preconditioner is None:
             return linearize(self.apply_fn, params, trainable=self.trainable)
@@ -195,21 +195,22 @@ def attribute_runs(
 
     **Arguments:**
 
-    - `trajectories`: one per run; more runs, better scores.
+    - `trajectories`: one per run; more runs give better scores.
     - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
     - `loss`: that of training, softmax cross-entropy by default.
     - `of`: what is measured, as in `Fitted.attribute`.
     - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
       all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most
-      a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The result's notes
-      say what was chosen and left out, and how much the draw of random ones matters.
+      a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The notes of the
+      result say what was chosen and left out, and how much the draw of random probes matters.
     - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
       probes, a system of that size whatever `n` is.
-    - `leverage`: leave-one-out in closed form instead of first order, at twice the price.
-    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`: entries on which they disagree are
-      drawn towards zero, each by how much of it may be the draw of the network; see `shrunk`.
-    - `folder`: where scores of finished checkpoints are kept; a killed run goes on from there with
+    - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
+    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`: which draws entries towards zero
+      on which they disagree, because such entries may be due to the random start of the network; see
+      `shrunk`.
+    - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
       the same result, bit for bit.
 
     **Returns:** `Attribution` without a unit; positive means that leaving the point out raises the
@@ -360,8 +361,8 @@ def _result(
 ) -> Attribution:
     steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
     notes = (
-        "scores are brought to one size per query and checkpoint and averaged: they rank and compare "
-        "training points of one query, and have no unit",
+        "scores are scaled to one size per query and checkpoint and averaged: they rank "
+        "training points for one query, and have no unit",
         f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
         "closed-form leave-one-out" if options.leverage else "first-order effects",
         *SHRUNK_NOTE[: options.combine == "shrunk"],

@@ -23,7 +23,7 @@ ARCHIVE = RemoteFile(
 )
 BY_HAND = (
     where_to_put(SUBFOLDER, [*TRAIN_FILES, TEST_FILE])
-    + f" They are in {ARCHIVE.name}, which may also lie there as it is."
+    + f" They are in {ARCHIVE.name}, which may also be in that folder without being unpacked."
 )
 ORIGIN = (
     "CIFAR-10, A. Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009, "
@@ -54,7 +54,7 @@ def parse_records(content: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
 def read_files(
     data_dir: str | Path | None, progress: bool | ProgressFn
 ) -> Iterator[tuple[str, bytes]]:
-    """Where each file lies and its content: the training files in order, then the test file."""
+    """Path and content of each file: the training files in order, then the test file."""
     folder = given_folder(data_dir)
     names = (*TRAIN_FILES, TEST_FILE)
     if folder is None:

@@ -1,4 +1,4 @@
-"""What a data set is, and how to take a balanced part of one."""
+"""Data sets, and balanced parts of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,9 +17,9 @@ class Dataset(Shown):
 
     - `x_train`, `x_test`: pixels in `[0, 1]`, float32; points on axis 0.
     - `y_train`, `y_test`: class indices in `[0, num_classes)`, int32.
-    - `name`, `origin`: what the data is and where it came from.
-    - `num_classes`: number of classes of the whole set, also where only some are present: labels
-      are never renumbered.
+    - `name`, `origin`: name and source of the data.
+    - `num_classes`: number of classes of the whole set, even if only some are present: labels are never
+      renumbered.
     """
 
     x_train: Float32[np.ndarray, "n ..."]
@@ -49,7 +49,7 @@ def check_labels(labels: np.ndarray, num_classes: int, where: str) -> None:
     if bad.size:
         raise ValueError(
             f"{where}: labels must be in [0, {num_classes}), got {labels[bad[0]]} at record "
-            f"{bad[0]}. The file is damaged or is not what its name says."
+            f"{bad[0]}. The file is damaged, or its content does not match its name."
         )
 
 
@@ -62,7 +62,7 @@ def balanced_order(
 ) -> np.ndarray:
     """Indices of `per_class` points of each class, interleaved: first class, second, ..., first.
 
-    Every prefix then holds the classes in equal number, to within one. Takes the first points in
+    Every prefix then holds equally many points of each class, to within one. Takes the first points in
     the order given, or with `rng` random ones.
     """
     columns = []
@@ -70,7 +70,7 @@ def balanced_order(
         members = np.flatnonzero(labels == label)
         if len(members) < per_class:
             raise ValueError(
-                f"{where}: {per_class} points of class {label} asked for, {len(members)} there."
+                f"{where}: {per_class} points of class {label} requested, but there are only {len(members)}."
             )
         if rng is not None:
             members = rng.permutation(members)
@@ -86,11 +86,11 @@ def subset(
     classes: Sequence[int] | None = None,
     seed: int | None = None,
 ) -> Dataset:
-    """Take equally many points of each class, interleaved so that every prefix is balanced.
+    """Take the same number of points of each class, interleaved so that every prefix is balanced.
 
     **Arguments:**
 
-    - `dataset`: where to take them from.
+    - `dataset`: the data set from which they are taken.
     - `per_class_train`, `per_class_test`: points of each class.
     - `classes`: labels to keep, in the order in which they are interleaved; by default all.
       Labels keep their numbers.

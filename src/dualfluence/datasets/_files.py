@@ -1,4 +1,4 @@
-"""Where the files of a data set are: the user's folder, or a checked download in the cache."""
+"""The files of a data set: in the user's folder, or a checked download in the cache."""
 
 import os
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One published file: its name, how to recognise it, and the folders that serve it."""
+    """One published file: its name, size and checksum, and the folders that serve it."""
 
     name: str
     num_bytes: int
@@ -24,7 +24,7 @@ class RemoteFile:
 
 
 def given_folder(data_dir: str | Path | None) -> Path | None:
-    """The folder the user named: `data_dir`, else `DUALFLUENCE_DATA`, else `None`."""
+    """The folder that the user gave: `data_dir`, else `DUALFLUENCE_DATA`, else `None`."""
     named = data_dir if data_dir is not None else os.environ.get(ENVIRONMENT_VARIABLE) or None
     if named is None:
         return None
@@ -42,7 +42,7 @@ def find_file(folder: Path, subfolder: str, names: Sequence[str]) -> Path | None
 
 
 def where_to_put(subfolder: str, names: Sequence[str]) -> str:
-    """Instructions for providing the files by hand, the end of every error about missing data."""
+    """Instructions for providing the files by hand, which end every error about missing data."""
     listed = "\n".join(f"  FOLDER/{subfolder}/{name}" for name in names)
     return (
         f"Put these files in a folder of your choice:\n{listed}\n"
@@ -53,16 +53,16 @@ def where_to_put(subfolder: str, names: Sequence[str]) -> str:
 def fetch(
     remote: RemoteFile, subfolder: str, by_hand: str, progress: bool | ProgressFn = True
 ) -> Path:
-    """The file in the user's cache, downloaded if it is not there, its SHA-256 checked each time.
+    """The file in the user's cache, downloaded if it is missing. Its SHA-256 is checked each time.
 
-    Tries the mirrors in turn. An interrupted download is kept beside under the name `*.part` and
-    resumed by the next call; the final name only ever holds a checked file.
+    Tries the mirrors in turn. An interrupted download is kept under the name `*.part` and resumed by
+    the next call. Only a checked file gets the final name.
 
     **Arguments:**
 
-    - `remote`: the file wanted.
+    - `remote`: the file.
     - `subfolder`: folder in the cache.
-    - `by_hand`: what the user can do where downloading fails, for the error.
+    - `by_hand`: advice for the error if the download fails.
     """
     try:
         import pooch

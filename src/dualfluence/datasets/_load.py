@@ -1,4 +1,4 @@
-"""The one way in: a data set by its name."""
+"""Loads a data set by its name."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,13 +28,13 @@ def load(
       images of each class, pixels `(n, 784)`, classes interleaved so that every prefix is
       balanced.
     - `"mnist"`: all 60000 and 10000 images, pixels `(n, 784)`.
-    - `"cifar10"`: pixels `(n, 32, 32, 3)`; classes 0 and 1 unless told otherwise, as in the
-      experiments of Sun and Valaee.
+    - `"cifar10"`: pixels `(n, 32, 32, 3)`; by default classes 0 and 1, as in the experiments of Sun and
+      Valaee.
 
-    The full sets come from the folder `data_dir`, else from the one that `DUALFLUENCE_DATA` names
-    (files directly in it, or in `mnist/` and `cifar-10-batches-bin/`), else from a download into
-    the user's cache, checked by SHA-256 and resumed when it was interrupted. A folder that is
-    named but lacks the files is an error: nothing is downloaded behind it.
+    The full sets come from the folder `data_dir`, else from the folder in `DUALFLUENCE_DATA` (files
+    directly in it, or in `mnist/` and `cifar-10-batches-bin/`), else from a download into the user's
+    cache. Downloads are checked by SHA-256, and an interrupted one is resumed. If a folder is given but
+    lacks the files, `load` raises an error and downloads nothing.
 
     **Arguments:**
 

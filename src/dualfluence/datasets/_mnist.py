@@ -60,7 +60,7 @@ def read_idx(path: Path, ndim: int) -> np.ndarray:
     """Read an idx file of unsigned bytes with `ndim` axes, gzipped or not.
 
     The format is two zero bytes, the type (8: unsigned byte), the number of axes, each axis as a
-    big-endian 32-bit integer, then the values in row-major order and nothing more.
+    big-endian 32-bit integer, then only the values in row-major order.
     """
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
@@ -108,7 +108,7 @@ def to_features(images: np.ndarray) -> np.ndarray:
 
 
 def locate(data_dir: str | Path | None, progress: bool | ProgressFn) -> dict[str, Path]:
-    """The four files, in the user's folder if one is named, else in the cache."""
+    """The four files, in the user's folder if one is given, else in the cache."""
     folder = given_folder(data_dir)
     if folder is None:
         return {key: fetch(file, SUBFOLDER, BY_HAND, progress) for key, file in FILES.items()}

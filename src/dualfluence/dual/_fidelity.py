@@ -1,4 +1,4 @@
-"""How far a network that the user trained is from what the dual equation assumes."""
+"""How far a network that the user trained is from the assumptions of the dual equation."""
 
 import warnings
 from dataclasses import dataclass
@@ -27,16 +27,17 @@ LINEAR_POINTS, LINEAR_PROBES = 8, 2
 
 
 class FidelityWarning(UserWarning):
-    """A trained network is far from stationary, or from its linearisation: expect poor edits."""
+    """A trained network is far from a stationary point or from its linearisation, so edits may be poor."""
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How far a network that the user trained is from what the dual equation assumes.
+    """How far a network that the user trained is from the assumptions of the dual equation.
 
     - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
     - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
-    - `output_gap`: root mean square of network minus linearised outputs, over that of the change.
+    - `output_gap`: root mean square of the difference between network and linearised outputs, divided
+      by that of the change of outputs.
     """
 
     gradient_norm: float
@@ -122,7 +123,7 @@ def warn_if_far(fidelity: Fidelity, *, stationary: bool, certified: bool) -> Non
         why = (
             "the Jacobian at θ₀ does not explain how θ moved; try tangent='trained'"
             if stationary
-            else "training stopped short of its optimum, or had another loss, ridge or start"
+            else "training stopped before its optimum, or had another loss, ridge or start"
         )
         reasons.append(
             f"‖θ − θ₀ − Jᵀα‖ is {_percent(fidelity.parameter_gap)} of ‖θ − θ₀‖, with a gradient of norm "
@@ -134,7 +135,7 @@ def warn_if_far(fidelity: Fidelity, *, stationary: bool, certified: bool) -> Non
             f"{_percent(fidelity.output_gap)} of their change"
         )
     if reasons:
-        after = "the certificate counts this gap" if certified else "they carry no certificate"
+        after = "the certificate includes this gap" if certified else "they carry no certificate"
         text = f"from_trained: {'; '.join(reasons)}. Edits are estimates, and {after}."
         warnings.warn(text, FidelityWarning, stacklevel=3)
 

@@ -66,7 +66,7 @@ class TrainedModel(DualModel):
 
     @property
     def layout(self) -> Layout:
-        """Rows of `kernel_op`; those past the points of `data` are spare, for points to come."""
+        """Rows of `kernel_op`; those after the points of `data` are spare, for later points."""
         return self.kernel_op.layout.holding(self.data.num_points)
 
     @property
@@ -117,14 +117,14 @@ class TrainedModel(DualModel):
         gap = 0.0 if ref is None else ref.gap
         if not until > gap:
             raise ValueError(
-                f"{what}={until:.3g} cannot be reached: the trained parameters left a gap of "
+                f"{what}={until:.3g} cannot be attained: the trained parameters have a gap of "
                 f"{gap:.3g} to θ₀ + Jᵀα, which edits keep. Give a larger distance, or none, or fit, which "
                 "trains to the optimum and leaves no gap."
             )
         reading = ROOM * self._reading(self.certificate.parameter_norm)
         if not until > gap + reading:
             raise ValueError(
-                f"{what}={until:.3g} cannot be reached: parameters in float32 round by up to "
+                f"{what}={until:.3g} cannot be attained: parameters in float32 round by up to "
                 f"{reading:.3g}. Give a larger distance, or parameters in float64."
             )
         return (until - gap - reading) * (1 - 4 * float(np.finfo(float).eps))

@@ -95,7 +95,7 @@ def check_outcome(
     raise NotConverged(
         f"{what}: stopped after {stats.steps} steps and {stats.iterations} inner iterations at a "
         f"relative residual of {stats.residual:.3g} and a certified distance of "
-        f"{cert.distance_bound:.3g} ({cert.relative_bound:.3g} of ‖θ − θ₀‖), of which rounding in "
-        f"{dtype} accounts for {floor:.3g}. Try {wider}a larger ridge, a looser tolerance or more "
-        "steps, or on_failure='report' to get the answer as it is."
+        f"{cert.distance_bound:.3g} ({cert.relative_bound:.3g} of ‖θ − θ₀‖), of which rounding "
+        f"in {dtype} accounts for {floor:.3g}. Try {wider}a larger ridge, a looser tolerance or "
+        "more steps, or on_failure='report' to get this answer."
     )

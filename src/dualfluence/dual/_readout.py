@@ -1,4 +1,4 @@
-"""Reading a model out of its dual variables: parameters, predictions, changes."""
+"""Read-outs from dual variables: parameters, predictions, changes."""
 
 import abc
 from contextlib import AbstractContextManager
@@ -44,10 +44,9 @@ class Reference(eqx.Module):
 
 @dataclass(frozen=True, eq=False)
 class DualModel(abc.ABC):
-    """A model as dual variables over training points. What fits and updates have in common.
-
-    A plain record, not a pytree: it never enters a compiled function, and a request should not pay
-    for being able to.
+    """A model as dual variables over training points. The common part of fits and updates. It is a
+    plain record and not a pytree, because compiled functions never take it and building a pytree would
+    slow down requests.
     """
 
     source: AbstractSource
@@ -57,26 +56,27 @@ class DualModel(abc.ABC):
 
     @property
     def x(self) -> Any:
-        """Training features as they were given, one row per point; rows of removed points stay."""
+        """Training features in the form in which they were given, one row per point; rows of removed
+        points stay."""
         return self.data.features
 
     @property
     def is_wide(self) -> bool:
-        """Whether dual variables and outputs are in float64, also where the caller has only float32."""
+        """Whether dual variables and outputs are in float64, even if the caller uses float32."""
         return self.state.alpha.dtype == np.float64
 
     def precision(self) -> AbstractContextManager[Any]:
-        """A scope for computing with raw fields (`state`, `kernel_op`, …) in the model's own precision.
+        """A scope for computing with raw fields (`state`, `kernel_op`, …) in the precision of the model.
 
-        It switches 64-bit types on for a model that keeps its dual variables in float64. Everything else
-        (`alpha`, `params()`, `predict` and the like) takes care of that by itself.
+        It switches 64-bit types on for a model that keeps its dual variables in float64. You do not
+        need it for `alpha`, `params()`, `predict` and similar calls.
         """
         return double(self.is_wide)
 
     @property
     @abc.abstractmethod
     def layout(self) -> Layout:
-        """Which rows of `state` are training points, and where they live."""
+        """Which rows of `state` are training points, and on which devices they are."""
 
     @property
     @in_own_precision

@@ -24,8 +24,8 @@ from ._newton import (
 from ._outcome import Ending, Outcome
 
 MAX_STEPS = 1000
-"""Newton steps of a run at most, by default. Each lowers the objective; tens are usual, and losses with
-straight tails take about one for each point that has to come around its bend."""
+"""Newton steps of a run at most, by default. Each lowers the objective; tens are usual, but losses with
+straight tails take about one step for each point far out on a tail."""
 
 STALLED_STEPS = 4
 """Steps in a row that neither the objective nor the gradient can tell from rounding. Doubled, a run at

@@ -1,9 +1,9 @@
-r"""Kernel gradient descent: gradient descent of a linearised network, seen in function space.
+r"""Kernel gradient descent: gradient descent of a linearised network in function space.
 
 $$f \leftarrow f - \eta\,(K g(f) + \lambda(f - f_0))$$
 
-(paper, eq. 14). Kept here in the dual variables, $\theta_k = \theta_0 + J^\top a_k$ and
-$f_k = f_0 + K a_k$ with
+(paper, eq. 14). Here it is computed in the dual variables, $\theta_k = \theta_0 + J^\top a_k$ and $f_k
+= f_0 + K a_k$ with
 
 $$a_{k+1} = a_k - \eta\,(g_k + \lambda a_k),$$
 
@@ -49,14 +49,14 @@ GROWTH = 1e6
 
 
 class Descent(eqx.Module):
-    """Where kernel gradient descent arrived, and how it went.
+    """The result of kernel gradient descent, and its course.
 
     - `outputs`, `query_outputs`: `f` at training and query points.
-    - `alpha`: `−g/λ` at these outputs, the paper's dual variables; those of the optimum once the
+    - `alpha`: `−g/λ` at these outputs, the paper's dual variables; they are those of the optimum if the
       descent has converged.
     - `coordinates`: `a` with `θ = θ₀ + Jᵀa` and `f = f₀ + Ka` at the last epoch, exactly.
     - `gradient_norms`: `‖∇L‖` in parameter space before each epoch, and after the last.
-    - `recorded_epochs`, `recorded`: epochs and their `coordinates`, if `record_every` asked.
+    - `recorded_epochs`, `recorded`: epochs and their `coordinates`, if `record_every` was given.
     """
 
     outputs: Float[Array, "n c"]
@@ -91,18 +91,18 @@ def kernel_gradient_descent(
     in function space (paper, eq. 14), for finite and infinitely wide networks.
 
     For a linearised network it is gradient descent on its parameters, step by step. It approaches the
-    optimum of `fit` as slowly as $(1-\eta\lambda)^k$; it is stable for
-    $\eta < 2/(\lambda+\lambda_{\max}(WK))$. One product with `K` per epoch.
+    optimum of `fit` like $(1-\eta\lambda)^k$, which is slow. It is stable for $\eta <
+    2/(\lambda+\lambda_{\max}(WK))$. One product with `K` per epoch.
 
     **Arguments:**
 
     - `model`, `x`, `y`, `loss`, `ridge`, `kernel`: as in `fit`.
     - `rate`, `epochs`, `momentum`: `v ← μv + ∇L`, `θ ← θ − ηv`.
-    - `x_query`: points whose outputs are followed as well.
+    - `x_query`: points whose outputs are computed as well.
     - `initial_outputs`, `initial_query_outputs`: `f₀` at training and query points; by default
       those of the network, or zero for a kernel.
     - `retain`: positions of the training points to train on, or one sample weight per point.
-    - `record_every`: keep the dual variables every so many epochs, the start included.
+    - `record_every`: record the dual variables at the start and after every so many epochs.
 
     **Returns:** `Descent`. Raises `FloatingPointError` if it diverges.
     """

@@ -13,7 +13,7 @@ from ..problem._certificate import Certificate
 from ..problem._record import Stats
 
 NOTABLE = 1e-2
-"""Relative bound from which a chain of edits is told. Doubled, a drift twice as large stays unsaid."""
+"""Relative bound above which a note reports the drift of a chain of edits."""
 
 
 class Chain(NamedTuple):
@@ -53,8 +53,8 @@ def follow(before: Stats, certificate: Certificate, *, met: bool) -> Chain:
     if edits == 1 or not certificate.certified or not bound > NOTABLE:
         return Chain(edits, ())
     note = (
-        f"after {edits} edits in a row the certified distance is {100 * bound:.2g} % of ‖θ − θ₀‖; "
-        "edit(..., drift=0.01) takes further steps where it exceeds 1 %"
+        f"after {edits} edits in a row the certified distance is {100 * bound:.2g} % of ‖θ − "
+        "θ₀‖; edit(..., drift=0.01) takes further steps if it exceeds 1 %"
     )
     return Chain(edits, (note,))
 

@@ -59,22 +59,25 @@ def fit(
 
     $$\sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad w_i = s_i/\sum_j s_j,$$
 
-    by damped Newton steps in data space: tens of products with `K`, where descent takes thousands.
+    by damped Newton steps in data space: tens of products with `K`, compared with thousands in gradient
+    descent.
 
     **Arguments:**
 
-    - `model`: from `linearize`, `adapters` or `infinite`, anything with `kernel(x1, x2)`, such a
-      function, or a precomputed kernel matrix (then `x` may be `None`).
+    - `model`: from `linearize`, `adapters` or `infinite`, an object with a method `kernel(x1, x2)`, a
+      function like it, or a precomputed kernel matrix (then `x` may be `None`).
     - `x`, `y`, `weights`: features, targets, sample weights `s` (1 by default), points on axis 0. For a
-      network features may be a tree of arrays (a dict of tokens and mask), and then are in every call.
-    - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` of least leave-one-out loss over a grid
-      and says why in `stats.notes` (a `K` in memory, on one device).
-    - `kernel`: how `K` is held, or `K` itself: see `KernelOptions`.
+      network, features may be a tree of arrays (a dict of tokens and mask), and then every later call
+      takes such a tree.
+    - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` with the least leave-one-out loss over a
+      grid and explains it in `stats.notes` (only with `K` in memory, on one device).
+    - `kernel`: how `K` is stored, or `K` itself: see `KernelOptions`.
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.
     - `solver`, `rtol`: `Auto()` by default; relative residual of the last linear solves.
-    - `tolerance`, `max_steps`: on `certificate.relative_bound`, by default near what the dtype allows.
-    - `sketch`: the preconditioner kept for later edits: see `Sketch`.
+    - `tolerance`, `max_steps`: the largest `certificate.relative_bound`, by default near the limit of
+      the dtype, and the largest number of steps.
+    - `sketch`: the preconditioner, which is kept for later edits: see `Sketch`.
     - `on_failure`: `"report"` returns a fit that missed its tolerance, marked in `stats`.
     - `progress`: `False` for silence, or a function `(done, total, label)`.
     """
@@ -166,20 +169,23 @@ def kernel_operator(
     mesh: Mesh | Sequence[Device] | None = None,
     progress: bool | ProgressFn = True,
 ) -> AbstractKernelOperator:
-    """`K` on these points, to be multiplied with or given to `fit(kernel=...)` and its like.
+    """`K` on these points, for products or for `fit(kernel=...)` and similar calls.
 
     **Arguments:**
 
     - `model`, `x`: as in `fit`.
-    - `kernel`: how to hold it, see `KernelOptions`; `num_outputs` is 1 by default for a kernel
-      without a network.
-    - `mesh`: devices that share the rows; each computes its own, and none ever holds more.
+    - `kernel`: how to store it, see `KernelOptions`; `num_outputs` is 1 by default for a kernel without
+      a network.
+    - `mesh`: devices that share the rows; each device computes and holds only its own rows.
     - `progress`: `False` for silence, or a function `(done, total, label)`.
     """
     options = kernel_options("kernel_operator", kernel)
     check_progress("kernel_operator", progress)
     if options.operator is not None:
-        raise ValueError("kernel_operator: kernel is an operator already. Say how K is to be held.")
+        raise ValueError(
+            "kernel_operator: kernel is an operator already. Give the form in which K should be "
+            "stored."
+        )
     source = place_source("kernel_operator", as_source(model, x), mesh, None)
     features = enter_points("x", x, source.form)
     network, c = source.network, options.num_outputs or 1

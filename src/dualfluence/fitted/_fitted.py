@@ -68,11 +68,11 @@ class Fitted(Shown, TrainedModel):
 
         - `edits`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
         - `steps`: number of Newton steps.
-        - `until`: instead, go on until `certificate.distance_bound` is at most this, for one step at least
-          where the edit changes the objective; refused for a model from `from_trained` that has no
-          certificate, or a gap as large.
-        - `drift`: take further steps where `certificate.relative_bound` exceeds this. Many edits of
-          one step in a row can otherwise move away from retraining, which `stats.notes` say.
+        - `until`: take steps until `certificate.distance_bound` is at most this; at least one step if
+          the edit changes the objective. It raises an error for a model from `from_trained` that has no
+          certificate, or whose gap is larger.
+        - `drift`: take further steps if `certificate.relative_bound` exceeds this. Otherwise many edits
+          of one step in a row can move away from retraining; `stats.notes` then says so.
         - `solver`, `rtol`: `Auto`, `Cholesky` or `CG`; relative residual of its solves.
         - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
         - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
@@ -106,10 +106,8 @@ class Fitted(Shown, TrainedModel):
         on_failure: OnFailure = "raise",
         progress: bool | ProgressFn = True,
     ) -> "Update[Fitted]":
-        """The model trained from scratch (`α = 0`) on the edited set: the truth to compare with.
-
-        Reuses the kernel, nothing else. Options as in `fit`; `tolerance` is on
-        `certificate.relative_bound`.
+        """The model trained from scratch (`α = 0`) on the edited set: the truth for comparisons. It
+        reuses only the kernel. Options as in `fit`; `tolerance` is on `certificate.relative_bound`.
         """
         how = settings("retrain", solver, None, on_failure, progress)
         tolerance = maybe(check_positive, "retrain: tolerance", tolerance)
@@ -123,8 +121,8 @@ class Fitted(Shown, TrainedModel):
     def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":
         """The same model with the rows of `K` and of every `(n, c)` array spread over devices.
 
-        For a model on one device, e.g. one that was loaded; `fit(mesh=...)` never holds all of `K`
-        in one place to begin with.
+        Use it for a model on one device, e.g. one that was loaded; `fit(mesh=...)` never holds all of
+        `K` in one place.
         """
         if self.layout.sharding is not None:
             raise ValueError(
@@ -153,13 +151,14 @@ class Fitted(Shown, TrainedModel):
     def with_jacobian(self) -> "Fitted":
         """The same model with `J` of its training points in memory, for many requests.
 
-        Parameters and predictions then take one pass over `J` (`n·c` times the parameters) instead
-        of a pass forward and backward through the network. It pays for networks with few parameters
-        and much arithmetic, such as convolutional ones; the memory is checked first.
+        Parameters and predictions then take one pass over `J` (`n·c` times the parameters) instead of a
+        forward and a backward pass through the network. It is worthwhile for networks with few
+        parameters and much arithmetic, such as convolutional ones; the memory is checked first.
         """
         if self.layout.sharding is not None:
             raise ValueError(
-                "with_jacobian: rows on a mesh are read out where they live, without J."
+                "with_jacobian: read-outs on a mesh are computed on the devices of the rows, "
+                "without J."
             )
         model, rows = self._network, self.data.num_points * self.num_outputs
         size = jnp.dtype(model.dtype).itemsize
@@ -171,19 +170,19 @@ class Fitted(Shown, TrainedModel):
     def purge(self) -> "Fitted":
         """The same model without the rows of its removed points: features, targets and kernel entries.
 
-        `Remove` and `commit` take away a point's weight and its effect, not its row. This overwrites
-        every row of weight zero by a copy of a point that stays (weight zero, `α = 0`), in memory and
-        hence in files saved later; the preconditioner is sketched anew. Positions keep their
-        meaning, later requests give the same answers, and no edit can bring a purged point back.
+        `Remove` and `commit` remove the weight and the effect of a point, not its row. A purge
+        overwrites every row of weight zero by a copy of a retained point (with weight zero, `α = 0`),
+        in memory and so in files saved later; the preconditioner is computed again. Positions stay
+        valid, later requests give the same answers, and no edit can bring a purged point back.
 
-        Not reached are other objects that hold the row: this one, updates and fits before it, your own
-        arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a mesh and a
-        removed landmark of a low-rank model are refused. Makes a copy of a `K` in memory.
+        The purge does not change other objects that hold the row: this one, updates and fits before it,
+        your own arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a
+        mesh and a removed landmark of a low-rank model are refused. It copies a `K` in memory.
 
-        For `from_trained`, the reference becomes the parameters as they are now: `params()` and later
-        edits of the remaining points are unchanged, and linearised predictions start from the network
-        there. Those parameters, and those that `J` is taken at, were trained on the removed points;
-        they are as free of them as the edit made them, no more.
+        For `from_trained`, the reference becomes the present parameters: `params()` and later edits of
+        the remaining points are unchanged, and linearised predictions start from the network there.
+        Those parameters, and those at which `J` is taken, were trained on the removed points. Only the
+        edit has removed the effect of these points from them.
         """
         return purged(self)
 
@@ -191,8 +190,9 @@ class Fitted(Shown, TrainedModel):
     def save(self, path: Any, *, include_kernel: bool = False) -> None:
         """Write to one `.npz` file without pickle, atomically; `dualfluence.load` reads it.
 
-        Rows of removed points are in it unless they were purged. The model itself (a function) is
-        not; `include_kernel` stores `K` as well, so that loading computes nothing.
+        The file contains the rows of removed points unless they were purged. It does not contain the
+        model itself (a function). `include_kernel` stores `K` as well, so that loading need not compute
+        it.
         """
         path = check_path("save", path)
         check_flag("save: include_kernel", include_kernel)
@@ -223,23 +223,23 @@ class Fitted(Shown, TrainedModel):
 
     @in_own_precision
     def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:
-        r"""What each query would change by if each training point were left out.
+        r"""The effect of leaving out each training point on each query.
 
-        For every point `i` one Newton step on the set without it, in closed form from one
-        factorisation: exact for squared error, else the influence function. Values are
-        differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
+        It takes one Newton step on the training set without each point, in closed form from one
+        factorisation. This is exact for squared error, otherwise it is the influence function. Values
+        are differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
 
         **Arguments:**
 
         - `xq`, `yq`: queries and their targets.
         - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
           log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
-        - `first_order`: the cheaper infinitesimal effect: no leverage, no renormalised mean, the
-          quantity linear in the outputs.
-        - `refine`: go on until the certified distance to exact retraining without the point is at
+        - `first_order`: the cheaper infinitesimal effect, without leverage and the renormalised mean,
+          and linear in the outputs.
+        - `refine`: take steps until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
-        - `block_size`: queries and left-out points at a time; by default what memory allows.
-        - `out`: a `.npy` file for the values, so that they need never be in memory.
+        - `block_size`: queries and left-out points at a time; by default as many as memory allows.
+        - `out`: a `.npy` file for the values, so that they need not be in memory.
 
         **Returns:** `Attribution`, axes query by training point.
         """
@@ -249,7 +249,7 @@ class Fitted(Shown, TrainedModel):
     def attribute_groups(
         self, groups: Any, xq: Any, yq: Any = None, **options: Any
     ) -> GroupAttribution:
-        """What each query would change by if whole groups (a class, a source) were left out.
+        """The effect of leaving out whole groups (a class, a source) on each query.
 
         **Arguments:**
 
@@ -257,7 +257,7 @@ class Fitted(Shown, TrainedModel):
         - `of`, `refine`: as in `attribute`.
         - `interactions`: also the effect of every two groups together less that of each.
 
-        **Returns:** `GroupAttribution`, with the sum of single effects beside each group's own.
+        **Returns:** `GroupAttribution`, with the sum of single effects beside the effect of each group.
         """
         return attribute_groups(self, groups, xq, yq, **options)
 
@@ -265,8 +265,8 @@ class Fitted(Shown, TrainedModel):
     def ridge_path(self, grid: Any = None) -> RidgePath:
         """Leave-one-out and generalised cross-validation over a grid of ridges.
 
-        From one eigendecomposition of `RᵀKR`. Exact for squared error; for other losses one
-        Newton step from this fit, good near its own ridge.
+        It takes one eigendecomposition of `RᵀKR`. It is exact for squared error. For other losses it is
+        one Newton step from this fit, accurate near the ridge of the fit.
 
         **Arguments:**
 

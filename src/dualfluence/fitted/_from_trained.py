@@ -1,4 +1,4 @@
-"""Taking over a network that the user trained."""
+"""Takes over a network that the user trained."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,9 +34,7 @@ from ._setup import place_source, prepare, rounding_unit
 from ._sketch import Sketch, as_sketch, make_preconditioner
 from ._wide import WIDENED, kept_operator, start_norm, starts_wide, widening
 
-FOUND_LINEAR = (
-    "found linear at the parameters tried: every answer is compared with the network itself"
-)
+FOUND_LINEAR = "found linear at a few parameters: every answer is compared with the network itself"
 
 GAP_ROUNDING = 4.0
 """Safety factor on the rounding of the gap, in units of eps; doubled, bounds of converged models
@@ -62,35 +60,37 @@ def from_trained(
     r"""Take over a network that was trained elsewhere on
     $\sum_i w_i\ell(f_i,y_i)+\frac{\lambda}{2}\|\theta-\theta_0\|^2$.
 
-    Nothing is trained here. Outputs and gradients come from the network itself, and
-    $\alpha = -g/\lambda$ as at a stationary point. What training left undone is the gap
-    $\gamma = \theta-\theta_0-J^\top\alpha$, so that $\theta = (\theta_0+\gamma)+J^\top\alpha$: the model is
+    Nothing is trained here. Outputs and gradients come from the network itself, and $\alpha =
+    -g/\lambda$ as at a stationary point. The error that training left is the gap $\gamma =
+    \theta-\theta_0-J^\top\alpha$, so that $\theta = (\theta_0+\gamma)+J^\top\alpha$: the model is
     exactly stationary for the same objective with its ridge around $\theta_0+\gamma$. Edits move
-    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error and that centre.
+    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error and that
+    centre.
 
-    **Linear models** (`linearised=True`, proven linear by the operations of `apply_fn`, or found linear to
-    rounding, which every answer checks anew). With $f=f_0+J(\theta-\theta_0)$ the
+    **Linear models** (`linearised=True`, proven linear by the operations of `apply_fn`, or found linear
+    up to rounding; in the last case every answer checks it again). With $f=f_0+J(\theta-\theta_0)$ the
     gradient of the true objective at any such $\theta$ is
     $$\nabla L_w = J^\top g+\lambda(\theta-\theta_0) = J^\top\rho+\lambda\gamma,$$
-    so that $\|\theta-\theta^\star\|\le\|J^\top\rho\|/\lambda+\|\gamma\|$, here and after every edit. That is
-    `certificate.distance_bound`, with $\|\gamma\|$ as `certificate.gap`. A model that was never
-    trained has a large gap, not a false promise; `fit` finds the optimum, without a gap.
+    so that $\|\theta-\theta^\star\|\le\|J^\top\rho\|/\lambda+\|\gamma\|$, here and after every edit.
+    That is `certificate.distance_bound`, with $\|\gamma\|$ as `certificate.gap`. A model that was never
+    trained has a large gap and so a large bound; `fit` finds the optimum, without a gap.
 
-    **Nonlinear networks** have no certificate: `certificate.certified` is `False`, its bounds are `inf`.
-    `fidelity` says how far the network is from stationary and from its linearisation, and a
-    `FidelityWarning` when that is far.
+    **Nonlinear networks** have no certificate: `certificate.certified` is `False`, its bounds are
+    `inf`. `fidelity` says how far the network is from a stationary point and from its linearisation. If
+    one of them is far, there is a `FidelityWarning`.
 
-    With a scale `P` of the ridge, `PJᵀ` stands for `Jᵀ` and norms are those of `P⁻¹`, the gap's too.
+    With a scale `P` of the ridge, `PJᵀ` replaces `Jᵀ`, and norms, also that of the gap, are those of `P⁻¹`.
 
     **Arguments:**
 
-    - `model`: `linearize(apply_fn, θ₀)` with the parameters that the ridge pulls towards, or a model of
-      `adapters` at these parameters; its scale is that of your training, e.g. of a weight-decay mask.
+    - `model`: `linearize(apply_fn, θ₀)` with the parameters towards which the ridge pulls, or a model
+      of `adapters` at these parameters. Its scale is that of your training, e.g. of a weight-decay
+      mask.
     - `trained_params`: `θ`, a pytree like `θ₀`.
     - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
       at `θ₀` (`"initial"`, as the paper does). The same for linear models.
-    - `linearised`: the network that was trained is the linearisation at `θ₀` itself.
-    - `kernel`: as in `fit`; an operator that is there already must be the kernel at the `tangent`.
+    - `linearised`: set it if you trained the linearisation at `θ₀` itself.
+    - `kernel`: as in `fit`; a given operator must be the kernel at the `tangent`.
     - other arguments: as in `fit`.
     """
     model = as_network(model)

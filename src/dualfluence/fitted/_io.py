@@ -92,20 +92,21 @@ def load(
     kernel: AbstractKernelOperator | None = None,
     progress: bool | ProgressFn = True,
 ) -> Fitted:
-    """Restore what `Fitted.save` wrote.
+    """Restore a model from a file of `Fitted.save`.
 
-    A file that is damaged, foreign or makes no sense is a `FileError`: every array and the header
-    carry a SHA-256, sizes are compared before anything is read, and every field is checked. A checksum
-    finds accidents; whoever can write the file can also write its checksums. So the certificate is not
-    the file's: outputs, `Kα` and residual are computed again, with two products. A `K` in the file is
-    compared with the model's at a few points, and the certificate speaks of that `K`.
+    A file that is damaged, contradictory or of another kind raises a `FileError`. Every array and the
+    header have a SHA-256, sizes are compared before anything is read, and every field is checked. A
+    checksum finds accidents, but an attacker who can write the file can also write its checksums.
+    Therefore the certificate is not taken from the file: outputs, `Kα` and residual are computed again,
+    with two products. A `K` in the file is compared with the model's at a few points, and the
+    certificate is about that `K`.
 
     **Arguments:**
 
     - `path`: the file.
-    - `model`: the model it was fitted with, built again; its kernel and outputs at a few training
-      points are compared with the stored ones. Leaves of its parameters that are no numbers
-      (functions, random keys) are taken from it.
+    - `model`: the model of the fit, built again. Its kernel and outputs at a few training points are
+      compared with the stored ones. Leaves of its parameters that are not numbers (functions, random
+      keys) are taken from this model.
     - `loss`: needed only for a loss of your own, whose function is not stored.
     - `kernel`: `K` on the stored points, e.g. `store.build(...).operator()`, instead of computing
       it again. Form, precision and refinement come from the file.
@@ -312,7 +313,7 @@ def _check_targets(loss: AbstractLoss, content: Content) -> None:
     stored = content.arrays["targets"]
     again = loss.prepare_targets(stored, content.shape[1], content.arrays["alpha"].dtype)
     if again.shape != stored.shape or not np.array_equal(again, stored):
-        raise Damaged("its targets are not such as this loss takes")
+        raise Damaged("its targets are not valid for this loss")
 
 
 def _state(content: Content) -> State:
@@ -331,7 +332,7 @@ def _loss(content: Content, given: AbstractLoss | None) -> AbstractLoss:
     if own and given is None:
         raise ValueError(
             f"load: the file was fitted with a loss of your own named {name!r}; pass it as "
-            f"loss=Convex(fn, name={name!r}), or as the object it was if it has a class of its own."
+            f"loss=Convex(fn, name={name!r}), or the original object if it has its own class."
         )
     if given is not None and name_of(given) != name:
         raise ValueError(
@@ -385,8 +386,8 @@ def _check_scale(own: Shifted, stored: Shifted) -> None:
     pairs = zip(jax.tree.leaves(own.roots), jax.tree.leaves(stored.roots), strict=True)
     if not all(np.array_equal(a, b) for a, b in pairs):
         raise ValueError(
-            "load: this model is not the one that was saved: it has another scale. Give linearize the "
-            "scale that it had."
+            "load: this model is not the one that was saved: it has another scale. Give "
+            "linearize the same scale."
         )
 
 

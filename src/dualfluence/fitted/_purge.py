@@ -69,7 +69,8 @@ def purged_operator(op: AbstractKernelOperator, x: Array, rows: np.ndarray) -> A
     """`K` between the rows that are left, in the same structure; `x` are the purged features."""
     if op.layout.sharding is not None:
         raise UnsupportedStructure(
-            "purge: rows on a mesh cannot be purged. Save, load, purge, then go back with on(mesh)."
+            "purge: rows on a mesh cannot be purged. Save, load, purge, then spread the rows "
+            "again with on(mesh)."
         )
     if op.follows_points:
         return op.at_points(x, op.layout)
@@ -78,8 +79,9 @@ def purged_operator(op: AbstractKernelOperator, x: Array, rows: np.ndarray) -> A
     except UnsupportedStructure as error:
         where = "" if op.in_memory else " (on disk)"
         raise UnsupportedStructure(
-            f"purge: a {type(op.narrow).__name__} keeps entries of removed points where purge cannot "
-            f"reach them{where}. Make K of the remaining points, fit them, and delete the old one."
+            f"purge: a {type(op.narrow).__name__} keeps entries of removed points that purge "
+            f"cannot change{where}. Make K of the remaining points, fit them, and delete the old "
+            "one."
         ) from error
 
 
@@ -89,6 +91,7 @@ def check_settled(alpha: Float[Array, "n c"], diagonal: Float[Array, "n c"], gon
     part = float(jnp.sqrt(jnp.sum(share[gone]) / jnp.maximum(jnp.sum(share), 1e-300)))
     if part > NEGLIGIBLE * float(jnp.finfo(alpha.dtype).eps):
         raise ValueError(
-            f"purge: removed points still carry {part:.2g} of the model, because the edit that removed "
-            "them stopped early. Finish it first: fitted.edit([], until=...).commit()."
+            f"purge: removed points still contribute {part:.2g} of the model, because the edit "
+            "that removed them stopped early. Finish it first: fitted.edit([], "
+            "until=...).commit()."
         )

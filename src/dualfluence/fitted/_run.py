@@ -24,8 +24,8 @@ from ._wide import WIDENED, can_widen, falls_short, widened_model
 AUTO = Auto()
 
 BENT = (
-    "no certificate: at this answer the network is not the linear one that it was found to be. Its "
-    "linearisation is what was edited"
+    "no certificate: at this answer the network is not linear, although it was found linear "
+    "before. The edit applies to its linearisation"
 )
 
 
@@ -145,7 +145,7 @@ def _run(
         reached, notes = False, (*notes, BENT)
         if how.on_failure == "raise" and not goal.counts_steps:
             raise NotConverged(
-                f"{how.what}: {BENT}. Use steps=... to have that, or retrain the network."
+                f"{how.what}: {BENT}. Use steps=... to get that edit, or retrain the network."
             )
     stats = outcome.stats(
         at_end if goal.counts_steps else reached,

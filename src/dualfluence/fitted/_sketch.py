@@ -30,8 +30,8 @@ more block product."""
 class Sketch:
     """The preconditioner of CG: the `sketch` of `fit` and `from_trained`.
 
-    - `rank`: columns that are kept; 0 for none. By default 200, or an eighth of the unknowns, where the
-      solver is CG.
+    - `rank`: number of columns; 0 for no preconditioner. By default 200, or an eighth of the unknowns,
+      if the solver is CG.
     - `key`: randomness; `jax.random.key(0)` by default.
     """
 
@@ -67,7 +67,8 @@ def make_preconditioner(
     solver: AbstractDualSolver,
     sketch: Sketch,
 ) -> tuple[AbstractPreconditioner, Sketched]:
-    """A sketch of `K` for CG: two passes over entries that there are, else landmark columns."""
+    """A sketch of `K` for CG: two passes over the entries if `K` has any, otherwise columns at
+    landmarks."""
     op, rank = op.narrow, sketch.rank
     solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs

@@ -1,4 +1,4 @@
-"""A model after an edit of its training set: what changed, and the way on."""
+"""A model after an edit of its training set: what changed, and further edits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,8 +26,8 @@ class Update(Shown, DualModel, Generic[Trained]):
     """A model after an edit, and what changed.
 
     - `before`: the model that was edited, with rows for added points (weight zero).
-    - `certificate`: how near the answer is to exact retraining on the edited set.
-    - `stats`: what it took.
+    - `certificate`: bounds the distance of the answer to exact retraining on the edited set.
+    - `stats`: steps, solver and time.
     """
 
     before: Trained
@@ -55,7 +55,8 @@ class Update(Shown, DualModel, Generic[Trained]):
 
     @in_own_precision
     def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
-        """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the networks' own difference."""
+        """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the difference of the networks'
+        outputs."""
         xq = self.data.queries(xq)
         if check_flag("delta_outputs: linearised", linearised):
             change = self._cross_mv(xq, self.state.alpha - self.before.state.alpha)
@@ -73,7 +74,7 @@ class Update(Shown, DualModel, Generic[Trained]):
         include_ridge: bool = False,
         linearised: bool = True,
     ) -> Float[Array, " q"]:
-        r"""Change of the loss at queries, positive where the edit makes it worse:
+        r"""Change of the loss at queries, positive if the edit makes it worse:
 
         $$\ell(f_q+\Delta f_q)-\ell(f_q)\qquad\text{or, to first order,}\qquad
           \nabla\ell(f_q)\cdot\Delta f_q,\qquad \Delta f_q = K_{qn}\Delta\alpha .$$
@@ -81,10 +82,10 @@ class Update(Shown, DualModel, Generic[Trained]):
         **Arguments:**
 
         - `first_order`: the paper's estimate (eqs. 9 and 13, for any number of outputs) instead of the
-          loss after less the loss before.
-        - `include_ridge`: add the change of `λ/2‖Jᵀα‖²`, as the paper does, to first order if
-          `first_order`.
-        - `linearised`: `False` takes `f` and `Δf` from the network itself, as in `predict`.
+          difference of losses.
+        - `include_ridge`: add the change of the ridge term `λ/2‖Jᵀα‖²`, as the paper does. With
+          `first_order` this is to first order too.
+        - `linearised`: With `False`, `f` and `Δf` come from the network itself, as in `predict`.
         """
         xq = self.data.queries(xq)
         check_flag("delta_loss: first_order", first_order)
@@ -110,15 +111,15 @@ class Update(Shown, DualModel, Generic[Trained]):
     def edit(
         self, edits: AbstractEdit | Sequence[AbstractEdit], **options: Any
     ) -> "Update[Trained]":
-        """The next edit, on top of this one: `commit().edit(...)`, with the options of `Fitted.edit`."""
+        """The next edit, after this one: `commit().edit(...)`, with the options of `Fitted.edit`."""
         model: Any = self.commit()  # `Fitted` has edits, and is made of this module
         return model.edit(edits, **options)
 
     def commit(self) -> Trained:
-        """The updated model as a fit of its own, ready for the next request.
+        """The updated model as a `Fitted`, ready for the next request.
 
         Removed points stay as rows of weight zero, in memory and in files: their positions remain
-        valid, nothing recompiles, and `Reweight` can bring them back. `purge` makes them go for good.
+        valid, nothing recompiles, and `Reweight` can bring them back. `purge` removes them permanently.
         """
         return replace(
             self.before,

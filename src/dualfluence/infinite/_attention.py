@@ -99,12 +99,12 @@ class GlobalSelfAttention(AbstractLayer):
 
     def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
         raise NotImplementedError(
-            "GlobalSelfAttention: the finite network is not offered (its limit needs the number of "
-            "heads to grow too); the kernels are."
+            "GlobalSelfAttention: the finite network is not available (its limit needs the "
+            "number of heads to grow too); the kernels are."
         )
 
     def apply(self, params: Any, x: Array) -> Array:
-        raise NotImplementedError("GlobalSelfAttention: the finite network is not offered.")
+        raise NotImplementedError("GlobalSelfAttention: the finite network is not available.")
 
 
 def _matrix(pairs: Array) -> Array:
@@ -119,7 +119,7 @@ def _grid(matrix: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _mix(G1: Array, A: Array, G2: Array) -> Array:
-    """$G_1 A G_2^T$ for every pair; the weights broadcast over the samples of the other side."""
+    """$G_1 A G_2^T$ for every pair; the weights are broadcast over the samples of the other side."""
     n1, n2 = A.shape[2:]
     G1, G2 = (jnp.broadcast_to(G, (*G.shape[:2], n1, n2)) for G in (G1, G2))
     left = jnp.einsum("panm,abnm->pbnm", G1, A, precision=HIGHEST)

@@ -82,8 +82,8 @@ class Serial(AbstractLayer):
 class Sum(AbstractLayer):
     r"""Branches with the same input, summed: kernels add, $K' = \sum_i K_i$.
 
-    Exact when the branches are independent given the input, that is when all but one end in
-    layers with weights of their own; anything else is refused.
+    Exact when the branches are independent given the input, that is when all but one end in layers with
+    weights. Anything else raises an error.
     """
 
     branches: tuple[Serial, ...]
@@ -100,8 +100,8 @@ class Sum(AbstractLayer):
             )
         if sum(not e.fresh for e in ends) > 1:
             raise ValueError(
-                "Sum: at most one branch may end without weights of its own (Dense, Conv): "
-                "otherwise the branches are correlated and their kernels do not add."
+                "Sum: at most one branch may end without weights (Dense, Conv): otherwise the "
+                "branches are correlated and their kernels do not add."
             )
         channels = {e.channels for e in ends} - {0}
         if len(channels) > 1:
@@ -197,5 +197,5 @@ def add(*branches: AbstractLayer) -> Sum:
 
 
 def residual(branch: AbstractLayer, skip: AbstractLayer | None = None) -> Sum:
-    """`branch(x) + skip(x)`; the skip is the identity unless given."""
+    """`branch(x) + skip(x)`; by default the skip is the identity."""
     return add(branch, Identity() if skip is None else skip)

@@ -1,8 +1,8 @@
-r"""Angles that do not cancel: a covariance is carried with its distance from being parallel.
+r"""Angles without cancellation: each covariance is stored with its distance from the parallel case.
 
-For two centred Gaussians with standard deviations $r_1, r_2$, $s = r_1 r_2$ and covariance $K$,
-the *gap* is $s - |K| \ge 0$. Computed from $s$ and $K$ near parallel points it loses half of the
-digits of the angle; here every layer transforms the gap itself, by sums of non-negative terms.
+For two centred Gaussians with standard deviations $r_1, r_2$, $s = r_1 r_2$ and covariance $K$, the
+*gap* is $s - |K| \ge 0$. If it is computed from $s$ and $K$, half of the digits of the angle are lost
+near parallel points. Here every layer transforms the gap itself, by sums of non-negative terms.
 """
 
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def safe_divide(x: Array, y: Array, otherwise: float = 0.0) -> Array:
 
 
 def coincide(distance: Array, q1: Array, q2: Array) -> Array:
-    """Whether the two are equal but for rounding.
+    """Whether the two are equal up to rounding.
 
     Not `distance == 0`: compilers fuse multiplications into the difference of two equal products,
     which leaves the rounding error of one of them, squared.

@@ -24,13 +24,13 @@ from ._states import VectorPairs, cross_vectors, images, vectors_with_themselves
 from ._weights import Dense
 
 LIVE_ARRAYS = 9
-"""Arrays of the size of the largest layer that a tile holds at once, rounded up."""
+"""Number of arrays of the size of the largest layer that a tile needs at once, rounded up."""
 
 LIVE_PAIRS, LIVE_COLUMNS = 4.5, 9
 """The same for banded images (measured: 4.2, 8.8): of all pairs, and of the columns alone."""
 
 IMAGE_LANES = 16
-"""Columns of a tile of images: compilers vectorise over them when they fill whole registers,
+"""Columns of a tile of images: compilers vectorise over them when they fill whole registers, which is
 three to four times faster than any other number of columns."""
 
 VECTOR_TILE = 1024
@@ -45,8 +45,8 @@ class Network(Serial):
     `(n1, n2)`. `kind="nngp"` is the covariance of the outputs at initialisation, `"ntk"` the
     tangent kernel (Jacot et al. 2018; Arora et al. 2019 for convolutions).
 
-    Two passes: each point with itself, once per point, then pairs of points in tiles. On images
-    only the displacements between pixels that the read-out needs are stored.
+    There are two passes: each point with itself, once per point, and then pairs of points in tiles. On
+    images only the displacements between pixels that the read-out needs are stored.
     """
 
     def kernel(
@@ -105,9 +105,9 @@ class Network(Serial):
     def kernel_block(self, x1: Any, x2: Any, kind: str = "ntk") -> Array | tuple[Array, Array]:
         """One tile, `(n1, n2)`: pure, may be traced, jitted and differentiated.
 
-        `kind="both"` gives the pair `(nngp, ntk)` for the price of the second.
-        Derivatives are finite everywhere; at equal points, where the NTK of ReLU networks has
-        a kink, the angle counts as constant.
+        `kind="both"` gives the pair `(nngp, ntk)` at the cost of the second. Derivatives are finite
+        everywhere; at equal points, where the NTK of ReLU networks has a kink, the angle counts as
+        constant.
         """
         if kind != "both":
             self._check_kind(kind)
@@ -138,7 +138,7 @@ class Network(Serial):
 
         - `key`: PRNG key.
         - `spec`: shape of one input, `(c,)` or `(H, W, c)` (a batch axis may lead).
-        - `width`: channels of every Dense and Conv that does not give its own.
+        - `width`: channels of every Dense and Conv that has no `width`.
         - `outputs`: channels of the last layer, which must be Dense.
 
         **Returns:** parameters for `apply`, one entry per layer.
@@ -160,7 +160,7 @@ class Network(Serial):
         return super().apply(params, jnp.asarray(x))
 
     def describe(self, input_shape: tuple[int, ...] | None = None) -> str:
-        """One line per layer: what it is, how its kernel is computed, and on which pixel pairs.
+        """One line per layer: its name, how its kernel is computed, and on which pixel pairs.
 
         With `input_shape`, `(c,)` or `(H, W, c)`, also the shapes and displacements.
         """
@@ -182,11 +182,11 @@ class Network(Serial):
     def tile_shape(
         self, shape: tuple[int, ...], n2: int, itemsize: int, tile_bytes: int, symmetric: bool
     ) -> tuple[tuple[int, int], int]:
-        """Rows and columns of one tile, and how many of its rows to work on at a time.
+        """Rows and columns of one tile, and the number of its rows to work on at a time.
 
-        From an estimate of the working memory. Images take tiles of whole vector registers,
-        filled up with copies of the last point if need be, and walk through their rows;
-        vectors take square tiles at once.
+        From an estimate of the working memory. Tiles of images fill whole vector registers, if
+        necessary with copies of the last point, and are computed a few rows at a time. Tiles of vectors
+        are square and computed at once.
         """
         n1 = shape[0]
         units = tile_bytes // (self.pair_entries(shape) * itemsize)
@@ -212,7 +212,7 @@ class Network(Serial):
         return max(_count(end, need) for end, need in ends)
 
     def _band(self, spec: Spec) -> Band:
-        """Displacements to store at the input; all pairs where that is less."""
+        """Displacements to store at the input, or all pairs if these are fewer."""
         if not spec.is_image:
             return (0, 0)
         band = self.need((0, 0), spec)
@@ -246,7 +246,7 @@ class Network(Serial):
 
 
 def serial(*layers: Any) -> Network:
-    """A network of `layers`, one after another; networks among them are spliced in."""
+    """A network of `layers`, one after another; the layers of networks among them are inserted."""
     if not layers:
         raise ValueError("serial: expected at least one layer, got none.")
     flat: list[AbstractLayer] = []
@@ -310,7 +310,7 @@ def _with_diagonal(result: Any, diagonal: Array) -> Any:
 
 
 def _self_stage(net: Network, x: Array) -> tuple[VectorPairs, Any]:
-    """Every point with itself: the kernel at the end and the records of all layers."""
+    """The pass of every point with itself: the kernel at the end and the records of all layers."""
     spec = input_spec(x.shape)
     channels = x.shape[-1]
     if not spec.is_image:
@@ -326,7 +326,7 @@ def _self_stage(net: Network, x: Array) -> tuple[VectorPairs, Any]:
 
 @partial(jit, static_argnums=0)
 def _pack_points(net: Network, x: Array) -> Array:
-    """Inputs and records as one row per point: what pairs need, computed once per point."""
+    """Inputs and records as one row per point: the values that pairs need, computed once per point."""
     _, records = _self_stage(net, x)
     leaves = [jnp.moveaxis(leaf[..., 0], -1, 0) for leaf in jax.tree.leaves(records)]
     rows = [leaf.reshape(x.shape[0], -1) for leaf in (x, *leaves)]

@@ -35,9 +35,9 @@ class Identity(AbstractLayer):
 
 @dataclass(frozen=True)
 class LayerNorm(AbstractLayer):
-    r"""Normalise over channels, and over the spatial axes named too.
+    r"""Normalise over channels, and over the spatial axes in `axis`.
 
-    $K' = K/\sqrt{(\epsilon+\bar q_1)(\epsilon+\bar q_2)}$, the variances averaged over the
+    $K' = K/\sqrt{(\epsilon+\bar q_1)(\epsilon+\bar q_2)}$, with the variances averaged over the
     normalised spatial axes.
 
     **Arguments:**
@@ -100,9 +100,9 @@ class LayerNorm(AbstractLayer):
 class Dropout(AbstractLayer):
     r"""Dropout; `rate` is the probability of KEEPING an entry.
 
-    `mode="test"` is the identity. `mode="train"` divides the variance of every point by `rate`
-    and leaves covariances of different points: their masks are independent. A point counts as
-    the same only on the diagonal of `kernel(x)` and in `diagonal(x)`.
+    `mode="test"` is the identity. `mode="train"` divides the variance of every point by `rate`.
+    Covariances of different points do not change, because their masks are independent. A point counts
+    as the same only on the diagonal of `kernel(x)` and in `diagonal(x)`.
     """
 
     rate: float

@@ -27,7 +27,8 @@ class AbstractActivation(AbstractLayer):
 
     @abc.abstractmethod
     def dual(self, pair: Joint, q1: Array, q2: Array) -> tuple[Joint, Array]:
-        """The pair after it and the derivative covariance; `q1`, `q2`: variances after it."""
+        """The pair after the activation, and the covariance of derivatives; `q1`, `q2`: variances after
+        the activation."""
 
     @abc.abstractmethod
     def variance(self, q: Array) -> Array:

@@ -125,10 +125,10 @@ class AvgPool(_Pool):
 
     **Arguments:**
 
-    - `window`: height and width; `strides`: by default the window itself.
+    - `window`: height and width; `strides`: by default the size of the window.
     - `padding`: `"VALID"`, `"SAME"` (zeros) or `"CIRCULAR"`.
-    - `normalize_edges`: divide by the number of true pixels where `"SAME"` padding cuts the
-      window, instead of by the window's size.
+    - `normalize_edges`: if `"SAME"` padding cuts the window, divide by the number of true pixels and
+      not by the size of the window.
     """
 
     def _scale(self, shape: tuple[int, ...]) -> np.ndarray:
@@ -140,7 +140,8 @@ class AvgPool(_Pool):
 
 @dataclass(frozen=True)
 class SumPool(_Pool):
-    """Sum over windows; arguments as of `AvgPool` (`normalize_edges`: as if no pixel were cut)."""
+    """Sum over windows; arguments as for `AvgPool`. With `normalize_edges` a window that is cut counts
+    like a full one."""
 
     def _scale(self, shape: tuple[int, ...]) -> np.ndarray:
         counts = self._counts(shape)

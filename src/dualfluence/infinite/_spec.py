@@ -1,4 +1,4 @@
-"""What a layer is: static description of shapes, and the interface of every layer."""
+"""The interface of every layer, and the static description of shapes."""
 
 import abc
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Spec:
     """Facts about the activations between two layers.
 
     - `shape`: `(H, W)` for images, `()` for vectors.
-    - `channels`: finite number of channels, 0 when the description does not say.
+    - `channels`: finite number of channels, 0 if the description does not give it.
     - `gaussian`: whether each channel is Gaussian in the limit (so that an activation may follow).
     - `fresh`: whether new weights made it independent of the other branches of a sum.
     """
@@ -34,14 +34,14 @@ class Spec:
 class AbstractLayer(abc.ABC):
     """A layer: its kernel transform in the infinite limit and its finite version.
 
-    The per-point pass (`self_pass`) follows each sample with itself and records what pairs need:
-    the variances of its output and, for some layers, more. The pair pass (`cross_pass`) uses the
+    The per-point pass (`self_pass`) follows each sample with itself and records the values that pairs
+    need: the variances of its output and, for some layers, more. The pair pass (`cross_pass`) uses the
     records of both samples. Both run the same transform, `pairs`.
     """
 
     @abc.abstractmethod
     def out_spec(self, spec: Spec) -> Spec:
-        """Shapes after the layer; raises `ValueError` where it does not fit."""
+        """Shapes after the layer; raises `ValueError` if the layer does not fit."""
 
     def need(self, band: Band, spec: Spec) -> Band:
         """Pixel displacements needed before the layer (`spec`) for `band` after it."""

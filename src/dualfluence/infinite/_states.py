@@ -16,7 +16,8 @@ CLOSE = {4: 2e-3, 8: 1e-4}
 from the difference of its points: there a matrix product would lose the angle's last digits."""
 
 CLOSE_PER_ROW = 4
-"""Close pairs per point that are picked out one by one; with more, all pairs are recomputed."""
+"""Up to this number of close pairs per point, they are selected one by one; with more, all pairs are
+recomputed."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class VectorPairs:
 class ImagePairs:
     r"""Squared distances $E(u_p-v_q)^2$ of pixel pairs, axes as in `_windows`.
 
-    Convolutions act linearly on it and it is 0 exactly at equal patches, where the covariance
-    would have to cancel. `q1`, `q2`: variances `(H, W, n1, 1)` and `(H, W, 1, n2)`.
+    Convolutions act linearly on it and it is 0 exactly at equal patches, where a covariance would lose
+    digits by cancellation. `q1`, `q2`: variances `(H, W, n1, 1)` and `(H, W, 1, n2)`.
     """
 
     q1: Array
@@ -65,7 +66,7 @@ class ImagePairs:
 
 
 def settle(state: ImagePairs) -> ImagePairs:
-    """Materialise: window sums would otherwise recompute an activation for every tap."""
+    """Store the values; otherwise window sums would recompute an activation for every tap."""
     if state.ntk is None:
         return replace(state, distance=lax.optimization_barrier(state.distance))
     distance, ntk = lax.optimization_barrier((state.distance, state.ntk))

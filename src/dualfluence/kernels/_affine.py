@@ -1,4 +1,4 @@
-"""Proof that a network is affine in its parameters, read off its operations."""
+"""Proof, from its operations, that a network is affine in its parameters."""
 
 from typing import Any
 
@@ -38,9 +38,9 @@ FIRST_ONLY = frozenset({"div", "gather", "dynamic_slice", "reduce_window_sum", "
 
 
 def is_affine(model: Linearized, x: Any) -> bool:
-    """Whether `f(θ, x)` is `f₀(x) + J(x)θ` for every `θ`, by its operations alone.
+    """Whether `f(θ, x)` is `f₀(x) + J(x)θ` for every `θ`, judged by its operations alone.
 
-    `False` means that no proof was found: an operation that is not in the lists here.
+    `False` means that no proof was found: some operation is not in the lists of this module.
     """
     split, leaves, rest = split_params(model.params, model._mask())
 
@@ -71,7 +71,7 @@ def _is_affine(op: Op, program: Program, moving: set[int]) -> bool:
 
 
 def _keeps_numbers(program: Program, op: Op) -> bool:
-    """A cast to integers or to fewer digits is a step function."""
+    """Whether a cast keeps all values: one to integers or to fewer digits is a step function."""
     before, after = (program.avals[slot].dtype for slot in (op.ins[0], op.outs[0]))
     wider = after.itemsize >= before.itemsize
     return wider and before.kind == after.kind == "f"

@@ -28,9 +28,10 @@ def kernel_along(
     trainable: Any = None,
     precision: Any = HIGHEST,
 ) -> Array:
-    r"""$\sum_a v_{ia} K_{ia,jb}$, at about a `c`-th of the work of the whole kernel.
+    r"""$\sum_a v_{ia} K_{ia,jb}$, for about `1/c` of the work of the whole kernel.
 
-    Gradients of `x1` are folded with `v` before any product; else as `empirical_kernel`.
+    Gradients of `x1` are multiplied with `v` before any product. Everything else is as in
+    `empirical_kernel`.
 
     **Returns:** the folded kernel, shape `(n1, n2, c)`.
     """

@@ -1,9 +1,9 @@
-r"""Make sure that points do not see each other: $f(x)_i$ may depend on $x_i$ alone.
+r"""Check that points do not see each other: $f(x)_i$ may depend on $x_i$ alone.
 
-Batch norm in training mode, attention across the batch or `x - x.mean(0)` have no per-point
-Jacobian, and every number computed from one would be garbage. First the jaxpr is asked, which
-proves most networks apart for all parameters at once and computes nothing. Where it proves nothing, a
-probe of three points decides, for the parameters at hand.
+Batch norm in training mode, attention across the batch or `x - x.mean(0)` have no per-point Jacobian,
+and every number computed from one would be wrong. The jaxpr is examined first. This proves for most
+networks, and for all parameters at once, that points are independent, and computes nothing. If there is
+no proof, a probe of three points decides for the present parameters.
 """
 
 import weakref
@@ -27,22 +27,23 @@ Batched = Callable[[Any, Any, Any], Any]
 """`fn(leaves, rest, x) -> (n, c)`, differentiated with respect to `leaves`."""
 
 SAME_PROGRAM = 64
-"""Rounding units by which a row may change with its neighbours: one program on one row's numbers, so
-next to none. Sums in another order (atomic additions on a GPU) are what is left."""
+"""Rounding units by which a row may change with its neighbours. The same program runs on the same
+numbers of the row, so this is almost zero. Only sums in another order (atomic additions on a GPU)
+remain."""
 
 OTHER_PROGRAM = 1e4
-"""Rounding units by which a row may change with the size of its batch, whose programs sum in
-another order; at most `LOOSEST` of the outputs' size."""
+"""Rounding units by which a row may change with the size of its batch, because another program may sum
+in another order; at most `LOOSEST` of the size of the outputs."""
 
 LOOSEST = 2e-2
-"""Relative change that half-precision layers may make from batch size to batch size."""
+"""Relative change of half-precision layers that is allowed between batch sizes."""
 
 REMEMBERED = 8
-"""Sets of parameters whose probe is remembered."""
+"""Number of sets of parameters whose probe is remembered."""
 
 
 def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
-    """Whether the jaxpr shows that outputs and derivatives of a point are its own.
+    """Whether the jaxpr shows that outputs and derivatives of a point depend on that point alone.
 
     It must also be the same for two and for three points: a function may divide by their number.
     """
@@ -80,7 +81,7 @@ class Apart:
         self._passed: list[tuple[Any, ...]] = []
 
     def check(self, leaves: Any, rest: Any, x: Any) -> None:
-        """Raise `ValueError` where points see each other."""
+        """Raise `ValueError` if points see each other."""
         arrays = [a for a in jax.tree.leaves((leaves, rest)) if isinstance(a, jax.Array)]
         if self.proven or any(isinstance(a, Tracer) for a in (*arrays, *jax.tree.leaves(x))):
             return
@@ -105,7 +106,7 @@ class Apart:
 
 
 def _check_jacobian(fn: Batched, leaves: Any, rest: Any, x: Any) -> None:
-    """Raise where a reverse rule is not linear, in words and before anything is computed."""
+    """Raise a clear error if a reverse rule is not linear, before anything is computed."""
     leaves, rest, x = shapes_of(leaves), shapes_of(rest), shapes_of(x, 1)
     trace(lambda *args: push(lambda free: fn(free, *args[1:]), args[0], args[0]), leaves, rest, x)
 
@@ -113,7 +114,7 @@ def _check_jacobian(fn: Batched, leaves: Any, rest: Any, x: Any) -> None:
 def _middle_row(fn: Batched, leaves: Any, rest: Any, x: Any) -> tuple[Any, list[Any]]:
     """Outputs of the middle point, and a combination of their derivatives.
 
-    At full precision: rounding of narrow products, which some devices use unless told not to, would look
+    It runs at full precision. The rounding of narrow products, the default on some devices, would look
     like points that see each other.
     """
     with jax.default_matmul_precision(PRECISION):
@@ -125,7 +126,7 @@ def _middle_row(fn: Batched, leaves: Any, rest: Any, x: Any) -> tuple[Any, list[
 
 
 def _rows(x: np.ndarray) -> np.ndarray:
-    """Three points, the first again where there are fewer."""
+    """Three points; the first one is repeated if there are fewer."""
     return x[np.arange(3) % len(x)]
 
 
@@ -134,7 +135,7 @@ def _one_row(x: np.ndarray) -> np.ndarray:
 
 
 def _other_rows(x: np.ndarray) -> np.ndarray:
-    """The same point in the middle of others: from the end of the data, moved a little."""
+    """The same point between other points, which are taken from the end of the data and moved a little."""
     rows = _rows(x)
     others = x[[-1, -2 % len(x)]]
     if np.issubdtype(rows.dtype, np.integer) or rows.dtype == bool:
@@ -146,7 +147,7 @@ def _other_rows(x: np.ndarray) -> np.ndarray:
 
 
 def _compare(cause: str, what: str, first: Any, second: Any, slack: float) -> None:
-    """Raise where the two differ by more than `slack` of their size; NaN is for others to report."""
+    """Raise if the two differ by more than `slack` of their size; NaN is reported elsewhere."""
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(first, second, strict=True)]
     if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs):
         return

@@ -48,27 +48,27 @@ def empirical_kernel(
     $$K_{ia,jb} = \Big\langle \frac{\partial f_a(x_i)}{\partial\theta},
     \frac{\partial f_b(x_j)}{\partial\theta} \Big\rangle$$
 
-    Works on any function that JAX differentiates. The backward pass is traced and cut one step
-    before each parameter's gradient, which there is a product $A \otimes G$; then
-    $\langle A_i\otimes G_{ia}, A_j\otimes G_{jb}\rangle = (A_i\cdot A_j)(G_{ia}\cdot G_{jb})$ takes
-    two small products instead of a Jacobian. Parameters without such a product (inside a scan,
-    used nonlinearly) have their own Jacobian formed whole; `report` names them. Both are exact.
-    Memory is `tile_bytes` plus the result. Half-precision parameters and inputs are computed with
-    in float32. `apply_fn` is traced once per input shape, and again after a change of what it closes
-    over (closure variables, globals, attributes of `self`).
+    Works on any function that JAX differentiates. The backward pass is traced and cut one step before
+    the gradient of each parameter. There the gradient is a product $A \otimes G$; then $\langle
+    A_i\otimes G_{ia}, A_j\otimes G_{jb}\rangle = (A_i\cdot A_j)(G_{ia}\cdot G_{jb})$ takes two small
+    products instead of a Jacobian. For parameters without such a product (inside a scan, used
+    nonlinearly) the whole Jacobian is formed; `report` names them. Both are exact. Memory is
+    `tile_bytes` plus the result. Half-precision parameters and inputs are converted to float32.
+    `apply_fn` is traced once per input shape, and again if anything it closes over changes (closure
+    variables, globals, attributes of `self`).
 
     **Arguments:**
 
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`, each point's outputs independent of the others.
-    - `params`: any pytree. Integer and non-array leaves are held fixed.
+    - `params`: any pytree. Integer leaves and leaves that are not arrays are held fixed.
     - `x1`, `x2`: inputs, points on axis 0; `x2=None` is `x1` again, at about half the work.
     - `trainable`: the leaves to differentiate: a function of a leaf's path, such as
       `lambda path: path.startswith("head/")`, or a pytree (or prefix) of bools.
-    - `method`: `"auto"`, per parameter the cheaper form; `"structured"`, factors wherever there
-      are any; `"jacobian"`, never.
+    - `method`: `"auto"` takes the cheaper form for each parameter; `"structured"` takes factors
+      wherever there are any; `"jacobian"`, never.
     - `tile_bytes`: working memory; by default 256 MiB, on an accelerator up to an eighth of the kernel.
     - `precision`: of matrix products; `HIGHEST` is true float32 on every device.
-    - `flat`: return `(n1·c, n2·c)`, rows point by point, without ever holding the kernel twice.
+    - `flat`: return `(n1·c, n2·c)`, rows point by point, without holding the kernel twice.
     - `out`: `"device"` or `"host"` (a NumPy array, for kernels larger than device memory).
     - `progress`: `True`, `False`, or a function called as `progress(done, total, label)`.
 
@@ -94,9 +94,9 @@ def traced_kernel(
 ) -> Any:
     r"""The mean over outputs $\Sigma_{ij} = \frac1c \sum_a K_{ia,ja}$ of the empirical NTK.
 
-    $\Sigma \otimes I_c$ is the nearest kernel of that form to $K$ (in the Frobenius norm), exact in
-    the limit of infinite width. The products cost a factor $c$ less than the whole kernel's, the
-    result $c^2$ less memory. Arguments as for `empirical_kernel`.
+    $\Sigma \otimes I_c$ is the nearest kernel of that form to $K$ (in the Frobenius norm), exact in the
+    limit of infinite width. Compared with the whole kernel, the products cost a factor $c$ less and the
+    result takes $c^2$ times less memory. Arguments as for `empirical_kernel`.
 
     **Returns:** the traced kernel, shape `(n1, n2)`.
     """
@@ -117,9 +117,10 @@ def kernel_block(
 ) -> Array:
     """One block of the empirical NTK as a pure function, for use inside `jax.jit`.
 
-    The mathematics of `empirical_kernel` without tiles, progress or checks of values: memory grows
-    with the block, and a non-finite derivative comes back as such. Differentiable in `params`.
-    Inside `jax.shard_map` use `check_vma=False`: the traced operations carry no mesh-axis types.
+    It computes the same as `empirical_kernel`, without tiles, progress or checks of values. Memory
+    grows with the block, and non-finite derivatives are returned without an error. Differentiable in
+    `params`. Inside `jax.shard_map` use `check_vma=False`: the traced operations carry no mesh-axis
+    types.
 
     **Returns:** the block, shape `(n1, c, n2, c)`.
     """
@@ -141,12 +142,13 @@ def kernel_rows(
     method: Method = "auto",
     precision: Any = HIGHEST,
 ) -> Iterator[tuple[int, Array]]:
-    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`, after the first row of each.
+    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes after the
+    number of its first row.
 
-    A ReLU at a rounding's distance from its kink is on in a batch of one size and off in another. Here a
-    point has the same derivatives in its row and in its column, so that the blocks together are symmetric
-    and have no negative eigenvalue beyond rounding. The last block starts early instead of being short;
-    with fewer points than `size` there is one block of them all.
+    A ReLU whose input is zero up to rounding may be on in a batch of one size and off in another. Here
+    a point has the same derivatives in its row and in its column. Therefore the blocks together are
+    symmetric and have no negative eigenvalue beyond rounding. The last block starts early instead of
+    being short; with fewer points than `size` there is one block of all points.
     """
     x, _ = as_inputs(x, None)
     size = min(check_count("kernel_rows: size", size), count_points(x))
@@ -182,7 +184,7 @@ def kernel_report(
 ) -> KernelReport:
     """How every parameter of `apply_fn` enters its kernel; `print` it.
 
-    Nothing is computed but shapes: `params` and `x` may be `jax.ShapeDtypeStruct`s.
+    Only shapes are computed: `params` and `x` may be `jax.ShapeDtypeStruct`s.
     """
     x, _ = as_inputs(x, None)
     return prepare_kernel(apply_fn, params, x, trainable, method, HIGHEST)[0].report

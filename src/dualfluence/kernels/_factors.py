@@ -1,9 +1,9 @@
-r"""Read off, from a backward pass, the last product that makes each parameter gradient.
+r"""Finds, in a backward pass, the last product that makes the gradient of each parameter.
 
-The gradient of a weight is linear in the cotangent, and its last step is an outer product
-$\partial f_c / \partial W = \sum_s A_s \otimes G_{c,s}$ of something the cotangent does not
-reach ($A$: activations, patches, indices) and something it does ($G$). Stopping one step
-before the end gives the two factors; nothing needs to be known about the forward function.
+The gradient of a weight is linear in the cotangent, and its last step is an outer product $\partial f_c
+/ \partial W = \sum_s A_s \otimes G_{c,s}$ of a factor that does not depend on the cotangent ($A$:
+activations, patches, indices) and one that does ($G$). Stopping one step before the end gives the two
+factors, without any knowledge of the forward function.
 """
 
 from abc import abstractmethod
@@ -20,8 +20,9 @@ Env = Mapping[int, Any]
 """Values of the slots of a program."""
 
 AxisOrder = tuple[Any, ...]
-"""What happened to the axes between a product and the leaf's gradient, step by step. Two products with
-the same steps may be added; `primal` follows the steps to find each entry's place in the leaf."""
+"""The changes of axes between a product and the gradient of the leaf, step by step. Two products with
+the same steps may be added; `primal` follows the steps to find the position of each entry in the
+leaf."""
 
 Scalars = tuple[tuple[int, int], ...]
 """Slots of single numbers, each with the power 1 or -1 at which it multiplies a gradient."""
@@ -32,7 +33,8 @@ class GradientFactor:
     r"""A gradient $\sum_s A_{b,s} \otimes G_{b,s}$; sizes are `(b, s, m, n)` for one point.
 
     - `scalars`: slots that multiply (`+1`) or divide (`-1`) it; `sign` is its sign.
-    - `axis_order`: what moves the product's axes into the leaf's; equal axis orders may be added.
+    - `axis_order`: the permutation from the axes of the product to those of the leaf; products with
+      equal axis orders may be added.
     """
 
     sizes: tuple[int, int, int, int]
@@ -56,7 +58,7 @@ class GradientFactor:
         return {self.right_slot, *(s for s, _ in self.scalars)}
 
     def pair(self, env: Env) -> tuple[Any, Any]:
-        """Both factors, the scalars multiplied in."""
+        """Both factors, multiplied with the scalars."""
         left, right = self.left(env), self.right(env)
         if not self.scalars and self.sign == 1:
             return left, right
@@ -132,7 +134,7 @@ class ConvFactor(GradientFactor):
 
 @dataclass(frozen=True)
 class LookupFactor(GradientFactor):
-    """$A$ is one-hot rows, kept as indices; out-of-range rows carry no gradient."""
+    """$A$ is one-hot rows, stored as indices; rows with an index out of range have no gradient."""
 
     left_slot: int
     component: int
@@ -197,7 +199,7 @@ def _patches(x: Any, p: Any, taps: tuple[int, ...], window: tuple[int, ...]) -> 
 
 @dataclass(frozen=True)
 class SharedFactor(GradientFactor):
-    """Several uses of one parameter: their sums over `s` laid end to end, so cross terms stay."""
+    """Several uses of one parameter: their sums over `s` are concatenated, so cross terms are kept."""
 
     parts: tuple[GradientFactor, ...]
 
@@ -215,7 +217,7 @@ class SharedFactor(GradientFactor):
 
 
 def merge_uses(terms: tuple[GradientFactor, ...]) -> GradientFactor | None:
-    """One factor for the sum of `terms`, or `None` where their axis orders differ."""
+    """One factor for the sum of `terms`, or `None` if their axis orders differ."""
     first = terms[0]
     b, _, m, n = first.sizes
     alike = all(

@@ -1,4 +1,4 @@
-"""Evaluate a recipe: the features of a batch of points, and what they cost in memory."""
+"""Evaluate a recipe: the features of a batch of points, and their memory."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SMALL_ROW = 65536
 
 
 def point_features(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> tuple[Any, Any, Any]:
-    """Factors, whole gradients and outputs of one point, for every output's cotangent."""
+    """Factors, whole gradients and outputs of one point, for the cotangent of every output."""
     inputs = jax.tree.leaves((leaves, rest, x))
 
     def for_output(cotangent: Any) -> tuple[Any, Any, Any, Any]:
@@ -32,7 +32,7 @@ def point_features(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> tuple[Any,
 
 
 def make_features(recipe: Recipe, leaves: Any, rest: Any, x: Any, *, chunk: int) -> Features:
-    """`Features` of the points on axis 0 of `x`, at most `chunk` of them in flight."""
+    """`Features` of the points on axis 0 of `x`, computed for at most `chunk` points at once."""
     n = jax.tree.leaves(x)[0].shape[0]
 
     def point(x: Any) -> tuple[Any, Any, Any]:
@@ -82,7 +82,7 @@ def feature_bytes(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> int:
 
 
 def workspace_bytes(recipe: Recipe) -> int:
-    """Bytes that one point's backward pass holds at its fullest, slot by slot in program order."""
+    """Peak bytes of the backward pass of one point, slot by slot in program order."""
     program = recipe.program
     varies = program.dependents(program.inputs[recipe.first_input :])
     last_use = {slot: k for k, op in enumerate(recipe.ops) for slot in op.ins}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 TERMS_AT_ONCE = 6
-"""Products of tile size that may be alive at once."""
+"""Number of products of tile size that may be in memory at once."""
 
 
 class Pair(NamedTuple):
@@ -18,11 +18,11 @@ class Pair(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What a batch of points contributes to any kernel tile.
+    """The contribution of a batch of points to any kernel tile.
 
     - `pairs`: gradients kept as two factors.
     - `rows`: gradients kept whole, each `(n, c, p)`.
-    - `outputs`: `(n, c)`, and `finite`: whether the point's derivatives are, `(n,)`.
+    - `outputs`: `(n, c)`, and `finite`: whether the derivatives of each point are finite, `(n,)`.
     """
 
     pairs: tuple[Pair, ...]
@@ -42,7 +42,7 @@ def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision:
     $$K_{ia,jb} = \sum_{\text{pairs}}\sum_{s,t} (A_{is}\cdot A_{jt})(G_{ias}\cdot G_{jbt})
     + \sum_{\text{rows}} R_{ia}\cdot R_{jb}$$
 
-    Each side has outputs of its own, unless `traced`.
+    Each side has its own outputs, unless `traced`.
 
     **Returns:** `(n1, c1, n2, c2)`, or with `traced` its mean over $a = b$, `(n1, n2)`.
     """

@@ -1,4 +1,4 @@
-"""The two products with the Jacobian of a function, also where a `custom_vjp` forbids forward mode."""
+"""The two products with the Jacobian of a function, also if a `custom_vjp` forbids forward mode."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ def jacobian_products(fn: Callable[[Any], Any], theta: Any) -> tuple[Product, Pr
 
 
 def push(fn: Callable[[Any], Any], theta: Any, tangent: Any) -> Any:
-    """$J$ times `tangent`; where a custom reverse rule forbids forward mode, as $(J^T)^T$."""
+    """$J$ times `tangent`. If a custom reverse rule forbids forward mode, it is computed as $(J^T)^T$."""
     if not mentions(jax.make_jaxpr(fn)(theta), "custom_vjp_call"):
         return jax.jvp(fn, (theta,), (tangent,))[1]
     outputs, pull = jax.vjp(fn, theta)
@@ -33,7 +33,7 @@ def _transposed(pull: Product, outputs: Any, tangent: Any) -> Any:
         return jax.linear_transpose(lambda v: pull(v)[0], outputs)(tangent)[0]
     except Exception as error:  # whatever JAX raises for whichever operation is not linear
         raise ValueError(
-            "linearize: apply_fn has a custom_vjp whose backward rule is not linear in the cotangent"
-            " (gradient clipping is such a rule), so no Jacobian belongs to it. Use the function"
-            f" without that rule. JAX says: {error}"
+            "linearize: apply_fn has a custom_vjp whose backward rule is not linear in the "
+            "cotangent (gradient clipping is such a rule), so it has no Jacobian. Use the "
+            f"function without that rule. JAX says: {error}"
         ) from error

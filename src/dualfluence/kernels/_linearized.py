@@ -41,18 +41,18 @@ MAX_BATCH = 2048
 
 
 _GUARDS = Kept[Apart](64)
-"""What is known of networks' points, so that a request does not ask again."""
+"""Results of checks of networks and points, so that they are not repeated at each request."""
 
 
 class Linearized(eqx.Module):
     r"""`f(x) = f(x; θ₀) + J(x)(θ − θ₀)`, with `J` the Jacobian at `params`.
 
-    Made by `linearize`. All products run in batches of points, so that memory is that of one batch
-    and one parameter vector.
+    Made by `linearize`. All products run in batches of points, so they need memory for one batch and
+    one parameter vector.
 
-    `scale` is the `P` of `linearize`, for each trainable leaf a number, an array like it, or `None`
-    for 1; `None` alone where every leaf has 1. Kernels are those of `P`; `jvp`, `vjp` and `jacobian`
-    are products with `J` itself.
+    `scale` is the `P` of `linearize`, with a number for each trainable leaf, an array like it, or
+    `None` for 1. It is `None` as a whole if every leaf has 1. Kernels include `P`; `jvp`, `vjp` and
+    `jacobian` are products with `J` itself.
     """
 
     apply_fn: ApplyFn = eqx.field(static=True)
@@ -65,11 +65,12 @@ class Linearized(eqx.Module):
     form: Form | None = eqx.field(static=True, default=None)
 
     def bound(self, x: Any) -> "Linearized":
-        """The model with what `apply_fn` closes over as it is now, for points like those of `x`.
+        """The model with the present values of everything that `apply_fn` closes over, for points like
+        those of `x`.
 
-        Everything that keeps a model or its compiled programs keeps a bound one: see `Snapshot`. A
-        bound model stays as it is; where `apply_fn` fails, so does this one, for `apply_shape` to say.
-        One with a scale comes `in_scale`.
+        Objects that keep a model or its compiled programs keep a bound model; see `Snapshot`. A bound
+        model is returned unchanged. If `apply_fn` fails, this model fails too, and `apply_shape`
+        reports it. A model with a scale is returned `in_scale`.
         """
         if self.scale is not None:
             return self.in_scale().bound(x)
@@ -94,8 +95,8 @@ class Linearized(eqx.Module):
     def in_scale(self) -> "Linearized":
         """The same network as a function of `φ` in `θ = θ₀ + P^{1/2}φ`, with a plain ridge.
 
-        Its parameters are `Shifted`; `enter` and `leave` go from `θ` to these and back. Everything
-        behind `fit` works on it, so that no other code needs to know of scales.
+        Its parameters are `Shifted`; `enter` and `leave` go from `θ` to these and back. `fit` and all
+        later code work on it, so no other code handles scales.
         """
         if self.scale is None:
             return self
@@ -125,13 +126,13 @@ class Linearized(eqx.Module):
 
     @property
     def widening(self) -> Widened | None:
-        """What computes this network in float64, where its user gave float32."""
+        """The wrapper that computes this network in float64, if the user gave float32."""
         return widening_of(self.apply_fn)
 
     def widened(self) -> "Linearized":
         """The same network computed in float64 from the same numbers; call it in a `double` scope.
 
-        Points stay as they are, and parameters that it hands out (`leave`) have their own dtypes.
+        Points stay unchanged, and parameters that it returns (`leave`) have the dtypes of the user.
         """
         own = self.params
         given = dtypes_of(own.base if isinstance(own, Shifted) else own)
@@ -139,54 +140,54 @@ class Linearized(eqx.Module):
         return replace(self, apply_fn=fn, params=widened(own), scale=widened(self.scale))
 
     def plain(self, x: Any) -> "Linearized":
-        """The network without any scale, bound: what is said of `f` itself is tested on it."""
+        """The network without any scale, bound. Properties of `f` itself are tested on it."""
         if self.scale is None and not isinstance(self.params, Shifted):
             return self
         return replace(self.as_given(), scale=None).reading(self.form).bound(x)
 
     def enter(self, params: PyTree) -> PyTree:
-        """Parameters `θ` in the form that this model takes."""
+        """Parameters `θ` in the form that this model uses."""
         params = params if self.widening is None else widened(params)
         return self.params.at(params) if isinstance(self.params, Shifted) else params
 
     def leave(self, params: PyTree) -> PyTree:
-        """`θ` in the dtypes that the user gave, from parameters in the form that this model takes."""
+        """`θ` in the dtypes that the user gave, from parameters in the form that this model uses."""
         theta, wide = params.params() if isinstance(params, Shifted) else params, self.widening
         return theta if wide is None else wide.narrow(theta)
 
     def leave_step(self, step: PyTree) -> PyTree:
-        """`Δθ` with `None` in the place of other leaves, from a step of the trainable leaves."""
+        """`Δθ` with `None` for the other leaves, from a step of the trainable leaves."""
         return self.params.spread(step.move) if isinstance(self.params, Shifted) else step
 
     def norm(self, step: PyTree) -> Float[Array, ""]:
-        """`‖Δθ‖` of a step of the trainable leaves, in the norm `P⁻¹` that certificates speak of.
+        """`‖Δθ‖` of a step of the trainable leaves, in the norm `P⁻¹` of certificates.
 
-        `split(params)[0]` has such leaves; without a scale it is the norm of all numbers.
+        `split(params)[0]` has such leaves. Without a scale this is the usual norm.
         """
         return tree_norm(step if self.scale is None else weighted(step, self.scale))
 
     @property
     def size(self) -> Float[Array, ""]:
-        """`‖θ‖` of the trainable leaves, in the norm `P⁻¹` that certificates speak of."""
+        """`‖θ‖` of the trainable leaves, in the norm `P⁻¹` of certificates."""
         own = self.params
         if isinstance(own, Shifted):
             return own.size()
         return self.norm(self.split(own)[0])
 
     def distance(self, params_a: PyTree, params_b: PyTree) -> float:
-        """`‖θ_a − θ_b‖` over the trainable leaves, in the norm `P⁻¹` that certificates speak of."""
+        """`‖θ_a − θ_b‖` over the trainable leaves, in the norm `P⁻¹` of certificates."""
         a, b = self.split(params_a)[0], self.split(params_b)[0]
         return float(self.norm(jax.tree.map(jnp.subtract, a, b)))
 
     def split(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        """Trainable leaves and the rest, each with `None` in the other's places."""
+        """Trainable leaves and the rest, each with `None` for the leaves of the other."""
         return split_leaves(params, self.trainable)
 
     def batch(self, x: Points) -> int:
-        """Points per batch, equal in size so that little is padding.
+        """Points per batch, in batches of equal size so that there is little padding.
 
-        By default as many as keep the largest activation within `BATCH_BYTES`: larger batches of
-        images gain nothing, and a GPU's compiler runs each convolution in many ways to choose one.
+        By default the largest activation takes at most `BATCH_BYTES`. Larger batches of images gain
+        nothing and take longer to compile on a GPU, whose compiler tries each convolution in many ways.
         """
         size = self.batch_size
         if size is None:
@@ -253,7 +254,8 @@ class Linearized(eqx.Module):
             ).value
 
     def kernel_rows(self, x: Points, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
-        """`J(x) P J(x)ᵀ` by blocks of `size` rows, with the first row of each; one `J` for both sides."""
+        """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row;
+        both sides use the same `J`."""
         model = self.bound(x)
         return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
 
@@ -304,7 +306,7 @@ class Linearized(eqx.Module):
         return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
     def apply_shape(self, x: Points) -> tuple[int, int]:
-        """`(n, c)`, or an error if `apply_fn` returns anything else or lets points see each other."""
+        """`(n, c)`, or an error if `apply_fn` returns anything else or if points see each other."""
         known = isinstance(self.apply_fn, Snapshot) and self.apply_fn.fits(x)
         n, c = (count_points(x), self._columns()) if known else self._traced_shape(x)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
@@ -330,7 +332,8 @@ class Linearized(eqx.Module):
         return count_points(x), check_outputs("linearize", out, count_points(x))
 
     def _guard(self, x: Points) -> None:
-        """Raise where points see each other, for any parameters or, failing that, for these."""
+        """Raise if points see each other: by a proof for any parameters or, if there is none, by a
+        probe for these."""
         now = self._snapshot(x)
         apart = _GUARDS.get((now, self.trainable))
         if apart is not None and apart.proven:
@@ -347,9 +350,10 @@ class Linearized(eqx.Module):
 
     @property
     def arithmetic_eps(self) -> float:
-        """The rounding unit of the network: that of its narrowest step, once it is bound.
+        """The rounding unit of the network: that of its least precise step, once the network is bound.
 
-        Half-precision layers or TF32 products inside a float32 network make it coarser than its dtype.
+        Half-precision layers or TF32 products inside a float32 network make it larger than that of its
+        dtype.
         """
         own = float(jnp.finfo(self.dtype).eps)
         fn = self.apply_fn
@@ -357,7 +361,7 @@ class Linearized(eqx.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user of this model should know, for `stats.notes`."""
+        """Notes on this model for `stats.notes`."""
         notes: tuple[str, ...] = ()
         if self.held:
             notes += (f"statistics held fixed, not trained: {', '.join(self.held)}",)
@@ -386,7 +390,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _described(x: Any) -> str:
-    """Shape and dtype of one array, or of those of a tree."""
+    """Shape and dtype of one array, or of the arrays of a tree."""
     if not is_tree(x):
         return f"shape {x.shape} and dtype {x.dtype}"
     leaves = jax.tree.leaves_with_path(x)
@@ -394,14 +398,14 @@ def _described(x: Any) -> str:
 
 
 def _without(fn: Any, *layers: type) -> Any:
-    """A function without the wrappers of these types around it."""
+    """A function without wrappers of these types."""
     while isinstance(fn, layers):
         fn = fn.fn
     return fn
 
 
 def as_network(model: Any) -> Any:
-    """The linearised network that an adapted model brings along; anything else as it is."""
+    """The linearised network inside an adapted model; anything else unchanged."""
     own = getattr(model, "linearized", None)
     return own if isinstance(own, Linearized) else model
 
@@ -431,27 +435,29 @@ def linearize(
     $\frac{\lambda}{2}\|\theta\|^2$ instead (paper, section 3.4); `fit` checks that it is linear.
 
     With a `scale`, $P$ on the diagonal, the ridge is
-    $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$: a parameter with a large scale is hardly pulled.
-    The kernel is then $JPJ^\top$, parameters are $\theta_0+PJ^\top\alpha$, and every norm and distance of
-    parameters that a fit, an edit or a certificate states is that of $P^{-1}$.
+    $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$: the ridge hardly pulls a parameter with a large
+    scale. The kernel is then $JPJ^\top$, parameters are $\theta_0+PJ^\top\alpha$, and all norms and
+    distances of parameters in fits, edits and certificates are those of $P^{-1}$.
 
     **Arguments:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of arrays,
-      must not see each other. What else it reads (closed-over arrays, attributes, globals) is read anew
-      by every `fit`, `from_trained` or `kernel`; what these return keeps it, and refuses to mix it with
-      a later change. A model of `adapters` is taken apart: its function, and which parameters count.
-    - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable,
-      all else (integers, Python numbers, functions, …) is kept as it is. So are statistics: a
-      collection such as `batch_stats` beside `params`, and variables of NNX that are not `Param`.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of
+      arrays, must not see each other. Each call of `fit`, `from_trained` or `kernel` reads everything
+      else that the function uses (closed-over arrays, attributes, globals). The results keep these
+      values and raise an error if they change later. For a model of `adapters`, its function and its
+      trainable parameters are used.
+    - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable;
+      all else (integers, Python numbers, functions, …) is kept unchanged. Statistics are kept unchanged
+      too: a collection such as `batch_stats` beside `params`, and variables of NNX that are not
+      `Param`.
     - `anchor`: where to linearise, `"params"` or `"zero"`.
-    - `trainable`: `(path, leaf) -> bool` picks the leaves that count, e.g. the last layer; it has the
-      last word on statistics too.
+    - `trainable`: `(path, leaf) -> bool` selects the trainable leaves, e.g. the last layer. It also
+      decides about statistics.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
-    - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (hardly
-      pulled at all: 1e7) or an array like the leaf; or a rule `(path, leaf) -> ` one
-      of these. One number for a leaf keeps its kernel as fast as without; an array makes the kernel
-      form this leaf's Jacobian.
+    - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (1e7,
+      hardly pulled at all) or an array like the leaf. It can also be a rule `(path, leaf)` that returns
+      one of these. With one number for a leaf the kernel stays as fast as without; with an array the
+      kernel has to form the Jacobian of this leaf.
     """
     apply_fn, trainable = opened("linearize", apply_fn, trainable)
     check_function("linearize: apply_fn", apply_fn, "of (params, x)")

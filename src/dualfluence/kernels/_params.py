@@ -18,7 +18,7 @@ STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats
 
 @dataclass(frozen=True)
 class Split:
-    """Where each leaf of a parameter pytree goes.
+    """The role of each leaf of a parameter pytree.
 
     - `roles`: per leaf, `"trainable"`, `"fixed"` (an array) or `"static"` (anything else).
     - `static`: the static leaves, in order.
@@ -39,8 +39,8 @@ class Split:
 def statistics(params: Any) -> tuple[bool, ...]:
     """For every leaf, whether it is a statistic (a running mean, a cache) rather than a parameter.
 
-    Told by type, for Flax NNX (every `Variable` that is not a `Param`) and Equinox (its `State`), and
-    by name, for the collections of Flax Linen and Haiku (`STATISTICS`).
+    Flax NNX (every `Variable` that is not a `Param`) and Equinox (its `State`) are recognised by type,
+    the collections of Flax Linen and Haiku (`STATISTICS`) by name.
     """
     nodes = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_state)[0]
     named = _collections(params)
@@ -65,9 +65,10 @@ def _collections(params: Any) -> frozenset[str]:
 
 
 def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], Any]:
-    """`apply_fn` and which leaves count, from a function or from a network that holds both.
+    """`apply_fn` and its trainable leaves, from a function or from a network that holds both.
 
-    A network of `linearize` or `adapters` is told by what it can do: their modules come after this one.
+    A network of `linearize` or `adapters` is recognised by its attributes, because this module comes
+    before theirs.
     """
     network = getattr(given, "linearized", given)
     if not hasattr(network, "as_given"):
@@ -75,8 +76,8 @@ def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], A
     network = network.as_given()
     if network.scale is not None:
         raise ValueError(
-            f"{what}: the model has a scale of its ridge, which this call does not follow. Give the model "
-            "without it; model.kernel(x1, x2) is the kernel with the scale."
+            f"{what}: the model has a scale of its ridge, which this call does not support. Give "
+            "the model without it; model.kernel(x1, x2) is the kernel with the scale."
         )
     if trainable is not None:
         return network.apply_fn, trainable
@@ -84,7 +85,7 @@ def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], A
     names = frozenset(leaf_name(path) for (path, _), used in rows if used)
 
     def own_choice(path: Any, leaf: Any = None) -> bool:
-        """As `linearize` asks, with keys and leaf, and as kernels ask, by name."""
+        """`trainable` in two forms: with keys and leaf as in `linearize`, and by name as in kernels."""
         return (path if isinstance(path, str) else leaf_name(path)) in names
 
     return network.apply_fn, own_choice
@@ -93,9 +94,9 @@ def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], A
 def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], list[Any]]:
     """Split `params`; returns the split, the trainable leaves and the fixed arrays.
 
-    Integer leaves and leaves that are not arrays are never trainable, `statistics` only where
-    `trainable` says so. Half-precision arrays are
-    carried in float32: their kernel is that of the same values, without the rounding.
+    Integer leaves and leaves that are not arrays are never trainable, `statistics` only if `trainable`
+    selects them. Half-precision arrays are converted to float32. The kernel is that of the same values,
+    without further rounding.
     """
     flat, treedef = jax.tree_util.tree_flatten_with_path(params)
     paths = tuple(leaf_name(path) for path, _ in flat)
@@ -106,9 +107,10 @@ def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], 
         by_role[role].append(leaf if role == "static" else widen_half(leaf))
     if not by_role["trainable"]:
         raise ValueError(
-            f"empirical kernel: no trainable parameters among {len(flat)} leaves"
-            f" ({', '.join(paths[:8]) or 'none'}). Expected at least one floating-point array that"
-            " `trainable` selects; integer leaves and leaves that are not arrays never count."
+            f"empirical kernel: no trainable parameters among {len(flat)} leaves "
+            f"({', '.join(paths[:8]) or 'none'}). Expected at least one floating-point array "
+            "that `trainable` selects; integer leaves and leaves that are not arrays cannot be "
+            "selected."
         )
     for path, leaf, role in zip(paths, [leaf for _, leaf in flat], roles, strict=True):
         if role == "trainable" and jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -121,7 +123,7 @@ def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], 
 
 
 def widen_half(x: Any) -> Any:
-    """Half precision to float32, NumPy to JAX, everything else as it is."""
+    """Half precision to float32, NumPy to JAX, everything else unchanged."""
     if isinstance(x, np.ndarray | np.generic):
         x = jnp.asarray(x)
     if jnp.issubdtype(x.dtype, jnp.floating) and jnp.dtype(x.dtype).itemsize < 4:
@@ -132,7 +134,7 @@ def widen_half(x: Any) -> Any:
 
 
 def leaf_name(path: Any) -> str:
-    """Keys on the way to a leaf, such as `dense/kernel`."""
+    """The path of keys to a leaf, such as `dense/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 

@@ -20,7 +20,7 @@ from ._report import make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
 
 MAX_KEPT = 16
-"""Compiled kernels kept for repeated calls."""
+"""Number of compiled kernels that are kept for repeated calls."""
 
 
 class Prepared:
@@ -49,7 +49,7 @@ class Prepared:
         return self._features(leaves, rest, x, chunk=chunk)
 
     def check_apart(self, leaves: Any, rest: Any, x: Any) -> None:
-        """Raise where outputs or derivatives change with the points beside."""
+        """Raise if outputs or derivatives of a point change with the other points."""
         self._apart.check(leaves, rest, x)
 
 
@@ -64,7 +64,7 @@ def prepare_kernel(
     method: Method,
     precision: Any,
 ) -> tuple[Prepared, list[Any], list[Any]]:
-    """Make a recipe of the kernel of `apply_fn`, or find that of an earlier call with the same shapes.
+    """Make a recipe for the kernel of `apply_fn`, or reuse that of an earlier call with the same shapes.
 
     **Returns:** the prepared kernel, the trainable leaves and the fixed arrays.
     """
@@ -104,7 +104,7 @@ def _as_batch(point: Any) -> Any:
 
 
 def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
-    """What a recipe depends on; `None` (make one anew) where that is not hashable or being traced."""
+    """The key of a recipe; `None`, so that a new one is made, if it is not hashable or is being traced."""
     arrays, structure = jax.tree.flatten(args)
     if any(isinstance(a, Tracer) for a in arrays):
         return None

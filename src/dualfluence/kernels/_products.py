@@ -20,10 +20,10 @@ from ._recipe import precision_name
 from ._snapshot import Kept, take_snapshot
 
 DEFAULT_BATCH = 256
-"""Points differentiated at once unless told otherwise."""
+"""Default number of points that are differentiated at once."""
 
 Outputs = Callable[[Any, Any], Any]
-"""`fn(theta, x) -> (n, c)`, with only what is differentiated in `theta`."""
+"""`fn(theta, x) -> (n, c)`, with only the differentiated leaves in `theta`."""
 
 
 def push_rows(fn: Outputs, theta: Any, x: Any, tangent: Any, size: int) -> Array:
@@ -82,7 +82,7 @@ def ntk_mv(
     trainable: Any = None,
     precision: Any = HIGHEST,
 ) -> Array:
-    r"""The product $Kv = J(J^T v)$ with the empirical NTK, without the NTK.
+    r"""The product $Kv = J(J^T v)$ with the empirical NTK, computed without forming the NTK.
 
     $J^T v$ is summed over batches by reverse mode, then $J$ applied batch by batch in forward mode:
     about five evaluations of `apply_fn` per point, memory for one batch and two copies of the
@@ -128,7 +128,7 @@ def ntk_mv(
 
 
 _KEPT = Kept[Apart](64)
-"""Guards of functions, so that repeated products prove nothing twice."""
+"""Guards of functions, kept so that repeated products do not repeat a proof."""
 
 
 def _product(

@@ -22,7 +22,7 @@ INLINED = frozenset(
         "custom_vjp_call_jaxpr",
     }
 )
-"""Calls replaced by their body. Custom rules too: nothing here is differentiated again."""
+"""Calls replaced by their body. Custom rules too: this code does not differentiate again."""
 
 BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
@@ -45,7 +45,7 @@ class Op:
 class Program:
     """A straight-line program over numbered slots.
 
-    `avals[s]` is the abstract value of slot `s`, `consts[s]` its value where it is a constant.
+    `avals[s]` is the abstract value of slot `s`, `consts[s]` its value if it is a constant.
     """
 
     avals: list[Any] = field(default_factory=list)
@@ -138,7 +138,7 @@ def _slot(program: Program, env: dict[Any, int], atom: Any) -> int:
 
 
 def own_copy(value: Any) -> Any:
-    """A constant that nobody else can write to: JAX lets closed-over NumPy arrays share memory."""
+    """A constant that no other code can write to: JAX lets closed-over NumPy arrays share memory."""
     return value if isinstance(value, jax.Array) else np.array(value)
 
 

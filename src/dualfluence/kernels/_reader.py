@@ -19,15 +19,15 @@ from ._program import Op, Program
 
 
 class FactorReader:
-    """Finds factors in the backward `program`; `reached` are the slots the cotangent reaches."""
+    """Finds factors in the backward `program`; `reached` are the slots that depend on the cotangent."""
 
     def __init__(self, program: Program, reached: set[int]) -> None:
         self.program, self.reached = program, reached
 
     def read(self, slot: int) -> GradientFactor | None:
-        """The factors of the gradient in `slot`, or `None` where none are known.
+        """The factors of the gradient in `slot`, or `None` if there are none.
 
-        A parameter used more than once has a sum of products; uses of equal axis order become one
+        A parameter used more than once has a sum of products; uses with equal axis orders become one
         factor with a longer sum, others have no common factors.
         """
         terms = self._terms(slot, (), 1, ())
@@ -90,7 +90,7 @@ class FactorReader:
         return False
 
     def _scalar(self, op: Op) -> tuple[int, Scalars, int] | None:
-        """`(slot, scalars, sign)` where `op` multiplies `slot` by one number, else `None`."""
+        """`(slot, scalars, sign)` if `op` multiplies `slot` by one number, else `None`."""
         if op.name == "neg":
             return op.ins[0], (), -1
         if op.name not in ("mul", "div"):

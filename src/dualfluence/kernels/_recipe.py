@@ -15,12 +15,13 @@ from ._reader import FactorReader
 Method = Literal["auto", "structured", "jacobian"]
 
 NOMINAL_TILE = 32
-"""Points that share the cost of forming a whole gradient when the two forms are compared."""
+"""Number of points that share the cost of forming a whole gradient, when the two forms are compared."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """How one leaf's gradient is kept: `form` is `pair`, `row`, `patches`, `joined`, `unused`."""
+    """The form in which the gradient of a leaf is kept: `form` is `pair`, `row`, `patches`, `joined`,
+    `unused`."""
 
     slot: int
     size: int
@@ -30,14 +31,14 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Group:
-    """Gradients with a common $G$: `factors` bring their own $A$, `scales` have $A$ a number."""
+    """Gradients with a common $G$: each of `factors` has its own $A$; in `scales` $A$ is a number."""
 
     factors: tuple[GradientFactor, ...]
     scales: tuple[tuple[Scalars, int], ...] = ()
 
 
 def prefers_pair(sizes: tuple[int, int, int, int], num_outputs: int) -> bool:
-    """Whether two factors take less arithmetic per pair of points than the whole gradient."""
+    """Whether two factors need less arithmetic per pair of points than the whole gradient."""
     b, s, m, n = sizes
     squared = num_outputs**2
     pair = b * s * s * (m + squared * (n + 2))
@@ -52,9 +53,9 @@ class Recipe:
 
     - `single`: `single(leaves, rest, x) -> (c,)`, the outputs of one point.
     - `leaves`, `rest`, `x`: shapes of the trainable leaves, of the others, and of one point.
-    - `method`: `"auto"` picks per leaf the cheaper of two factors and the whole gradient,
+    - `method`: `"auto"` takes two factors or the whole gradient for each leaf, whichever is cheaper.
       `"structured"` takes factors wherever there are any, `"jacobian"` never.
-    - `precision`: of the model's own products where it leaves them open, and of the factors'.
+    - `precision`: of products in the model that do not set one, and of the products of the factors.
     """
 
     def __init__(
@@ -126,7 +127,7 @@ class Recipe:
 
 
 def precision_name(precision: Any) -> str | None:
-    """What `jax.default_matmul_precision` calls `precision`."""
+    """The name that `jax.default_matmul_precision` uses for `precision`."""
     if precision is None:
         return None
     if isinstance(precision, jax.lax.Precision):

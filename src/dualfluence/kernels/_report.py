@@ -1,4 +1,4 @@
-"""Say, for every parameter, how it enters the function and which rule its kernel uses."""
+"""Report, for every parameter, how it enters the function and which rule its kernel uses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ KINDS = {"dot": "dense", "conv": "conv", "lookup": "embedding"}
 
 @dataclass(frozen=True)
 class LeafReport:
-    """One parameter leaf: the `rule` of its contribution and the `form` its gradient takes."""
+    """One parameter leaf: the `rule` of its contribution and the `form` of its gradient."""
 
     path: str
     shape: tuple[int, ...]
@@ -30,9 +30,9 @@ class LeafReport:
 class KernelReport:
     """One `LeafReport` per trainable leaf, and the paths of the leaves held fixed.
 
-    Rules: `dense`, `conv`, `embedding`, `bias`, `scale` where structure was found; `jacobian (…)`
-    with the reason where the leaf's Jacobian is formed whole; `unused` for no dependence (its
-    contribution is zero). A shared parameter lists all its uses; their cross terms are in.
+    Rules: `dense`, `conv`, `embedding`, `bias`, `scale` if structure was found; `jacobian (…)` with the
+    reason if the whole Jacobian of the leaf is formed; `unused` for no dependence (its contribution is
+    zero). A shared parameter lists all its uses; their cross terms are included.
     """
 
     leaves: tuple[LeafReport, ...]
@@ -55,7 +55,7 @@ class KernelReport:
 
 
 def make_report(recipe: Recipe, split: Split, uses: Sequence[tuple[str, ...]]) -> KernelReport:
-    """Put the recipe's forms and the forward pass's `uses` into words."""
+    """Describe the forms of the recipe and the `uses` in the forward pass."""
     paths = [
         path for path, role in zip(split.paths, split.roles, strict=True) if role == "trainable"
     ]
@@ -101,7 +101,7 @@ def read_uses(
 
 
 def _uses(program: Program, leaf: int, varies: set[int]) -> tuple[str, ...]:
-    """Follow a leaf through its views; `bent` ones met another array on the way."""
+    """Follow a leaf through its views; `bent` views were combined with another array on the way."""
     views, bent, found = {leaf}, set(), []
     for op in program.ops:
         for k, slot in enumerate(op.ins):
@@ -121,7 +121,8 @@ def _uses(program: Program, leaf: int, varies: set[int]) -> tuple[str, ...]:
 
 
 def _use(op: Op, k: int, beside_data: bool) -> str | None:
-    """What `op` does with its operand `k`, a view of a parameter; `None`: another view of it."""
+    """The use that `op` makes of its operand `k`, a view of a parameter; `None` if the result is
+    another view of it."""
     name = op.name
     if name in VIEWS:
         return None

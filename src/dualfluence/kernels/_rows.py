@@ -1,9 +1,9 @@
-r"""Follow the points through a traced function: which axis are they on, and do they ever meet?
+r"""Follow the points through a traced function: which axis are they on, and are they ever combined?
 
-A value that depends on the inputs is `Points(axis, inner)`: entry $i$ of that axis belongs to point
-`i // inner` and to no other. A value that does not is `Free(same)`: along the axes in `same` it is
-constant, so it treats all points alike. Whatever no rule covers is `MIXED`: nothing is known.
-Rules only prove; a `MIXED` function may still keep its points apart.
+A value that depends on the inputs is `Points(axis, inner)`: entry $i$ of that axis belongs to point `i
+// inner` and to no other. A value that does not depend on the inputs is `Free(same)`: it is constant
+along the axes in `same`, so it treats all points alike. A value that no rule covers is `MIXED`: nothing
+is known about it. Rules give proofs only; a `MIXED` function may still keep its points apart.
 """
 
 from collections.abc import Callable, Sequence
@@ -114,7 +114,7 @@ def _same(op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], out: Shape) 
 
 
 def _same_in_product(op: Op, same: Sequence[Any], shapes: Sequence[Shape]) -> set[int]:
-    """A product is constant along the free axes of either operand along which that is."""
+    """A product is constant along those free axes of an operand along which the operand is constant."""
     found = set()
     for k in (0, 1):
         free, first = _free_axes(op, shapes, k)
@@ -123,7 +123,7 @@ def _same_in_product(op: Op, same: Sequence[Any], shapes: Sequence[Shape]) -> se
 
 
 def _free_axes(op: Op, shapes: Sequence[Shape], k: int) -> tuple[list[int], int]:
-    """The free axes of operand `k` of a product, and where in the result they start."""
+    """The free axes of operand `k` of a product, and the position in the result where they start."""
     summed, paired = op.params["dimension_numbers"]
     free = [[d for d in range(len(shapes[j])) if d not in (*summed[j], *paired[j])] for j in (0, 1)]
     return free[k], len(paired[0]) + (len(free[0]) if k else 0)
@@ -172,7 +172,7 @@ def _squeeze(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
 
 
 def _untouched(key: str) -> Rule:
-    """Operations along the axes under `key`, which must not be the points'."""
+    """Operations along the axes under `key`, which must not contain the axis of the points."""
 
     def rule(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
         touched = op.params[key]
@@ -366,7 +366,8 @@ def _scan(
 def _scan_groups(op: Op, shapes: Sequence[Shape], outs: Sequence[Shape]) -> tuple[int, int]:
     """How many operands of a scan are fixed, and how many it carries.
 
-    Newer releases of JAX do not say. What is scanned over has one axis more outside than inside.
+    Newer releases of JAX do not give these numbers. An operand that is scanned over has one more axis
+    outside than inside.
     """
     if "num_consts" in op.params:
         return op.params["num_consts"], op.params["num_carry"]

@@ -1,10 +1,10 @@
-r"""A ridge of its own for every parameter, as a change of variables.
+r"""A separate ridge for every parameter, as a change of variables.
 
 With $P$ diagonal, the ridge $\frac\lambda2(\theta-\theta_0)^\top P^{-1}(\theta-\theta_0)$ is the plain
-one of $\phi$ in $\theta = \theta_0 + P^{1/2}\phi$. Seen from $\phi$ the network has the Jacobian $JP^{1/2}$:
-kernels are $JPJ^\top$, gradients $P^{1/2}J^\top v$ and norms those of $P^{-1}$, by no other rule.
-One number for a leaf keeps the leaf's rule in the kernel; one for every parameter of it costs the
-leaf its factors: its Jacobian is formed whole.
+one of $\phi$ in $\theta = \theta_0 + P^{1/2}\phi$. As a function of $\phi$ the network has the Jacobian
+$JP^{1/2}$. Therefore kernels are $JPJ^\top$, gradients $P^{1/2}J^\top v$ and norms those of $P^{-1}$,
+and no other rule is needed. With one number for a leaf, the kernel keeps its rule for the leaf. With
+one number for every parameter of the leaf, the kernel must form its whole Jacobian.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,12 +23,13 @@ from .._support.trees import tree_norm
 from ._params import leaf_name
 
 FREE = "free"
-"""What stands for a leaf that no ridge is to pull."""
+"""The word for a leaf that the ridge should not pull."""
 
 FREE_SCALE = 1e7
-"""The scale of a free leaf. What the ridge that is left does to it falls as one over the scale, and rounding
-of outputs grows with it: ten times as much costs a digit of every output, ten times less one of the leaf. It
-asks for float64, in which `fit` computes such a model."""
+"""The scale of a free leaf. The effect of the remaining ridge on the leaf is inversely proportional to
+the scale, but the rounding of outputs grows with it. A scale ten times larger costs a digit of every
+output, one ten times smaller costs a digit of the leaf. It needs float64, in which `fit` computes such
+a model."""
 
 
 class Shifted(eqx.Module):
@@ -36,7 +37,7 @@ class Shifted(eqx.Module):
 
     - `base`: the parameters with `θ₀` in the trainable leaves.
     - `roots`: `√P` for each trainable leaf, a number or an array like the leaf; `None` is 1.
-    - `move`: `φ`, the tree of the parameters with `None` in the place of other leaves.
+    - `move`: `φ`, the tree of the parameters with `None` for the other leaves.
     """
 
     base: PyTree
@@ -51,7 +52,7 @@ class Shifted(eqx.Module):
         return eqx.combine(moved, frozen)
 
     def at(self, params: PyTree) -> "Shifted":
-        """The same point of departure and scale, at `params`."""
+        """The same `θ₀` and scale, at `params`."""
         (theta, frozen), theta_0 = self._split(params), self._split(self.base)[0]
         change = jax.tree.map(jnp.subtract, theta, theta_0)
         move = _map(_over, change, self.roots)
@@ -70,7 +71,7 @@ class Shifted(eqx.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user of this scale should know, for `stats.notes`."""
+        """Notes on this scale for `stats.notes`."""
         rows = jax.tree.leaves_with_path(self.base)
         paths = [path for (path, _), used in zip(rows, self.trainable, strict=True) if used]
         each = [
@@ -87,7 +88,7 @@ class Shifted(eqx.Module):
 
     @property
     def mask(self) -> tuple[bool, ...]:
-        """Which leaves of this tree are trained: the move."""
+        """Which leaves of this tree are trained: those of the move."""
         base, roots = len(jax.tree.leaves(self.base)), len(jax.tree.leaves(self.roots))
         return (*[False] * (base + roots), *[True] * len(jax.tree.leaves(self.move)))
 
@@ -114,18 +115,18 @@ class Reading:
 
 
 def shifted(params: PyTree, trainable: tuple[bool, ...], scale: tuple[Any, ...]) -> Shifted:
-    """The parameters as a point of departure, with `scale` for each trainable leaf."""
+    """The parameters as `θ₀`, with `scale` for each trainable leaf."""
     still = jax.tree.map(jnp.zeros_like, split_leaves(params, trainable)[0])
     return Shifted(params, _roots(scale), still, trainable)
 
 
 def split_leaves(params: PyTree, trainable: tuple[bool, ...]) -> tuple[PyTree, PyTree]:
-    """Trainable leaves and the rest, each with `None` in the other's places."""
+    """Trainable leaves and the rest, each with `None` for the leaves of the other."""
     return eqx.partition(params, jax.tree.unflatten(jax.tree.structure(params), trainable))
 
 
 def weighted(step: PyTree, scale: tuple[Any, ...]) -> PyTree:
-    """`P^{-1/2}` times a step: what the norm of `P⁻¹` squares and adds up."""
+    """`P^{-1/2}` times a step. The norm of `P⁻¹` is the root of the sum of its squares."""
     return _map(_over, step, _roots(scale))
 
 
@@ -150,7 +151,7 @@ def _over(leaf: Array, root: Array | None) -> Array:
 def check_scale(
     scale: Any, params: PyTree, trainable: tuple[bool, ...]
 ) -> tuple[Array | None, ...] | None:
-    """One entry per trainable leaf from what the user gave; `None` where every scale is 1.
+    """One entry per trainable leaf from what the user gave; `None` if every scale is 1.
 
     `scale` is a prefix of `params` or a function of `(path, leaf)`.
     """
@@ -167,7 +168,7 @@ def check_scale(
 
 
 def _spread(scale: Any, params: PyTree, rows: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """What was given, one for each leaf of `params`."""
+    """The given scales, one for each leaf of `params`."""
     # As for `trainable`: a tree of scales may itself be callable, a rule is never a tree.
     if callable(scale) and jax.tree_util.all_leaves([scale]):
         return [scale(path, leaf) for path, leaf in rows]
@@ -203,9 +204,9 @@ def _entry(name: str, given: Any, leaf: Any) -> Array | None:
     limits = jnp.finfo(dtype)
     if not ((value >= float(limits.tiny)) & (value <= float(limits.max))).all():
         raise ValueError(
-            f"{name} must be positive and finite in {dtype}, got {_worst(value)}. A parameter that no "
-            "ridge pulls is scale='free', a large finite scale; one that is held fixed is left out by "
-            "trainable."
+            f"{name} must be positive and finite in {dtype}, got {_worst(value)}. For a "
+            "parameter that the ridge should not pull, use scale='free', a large finite scale. "
+            "To hold a parameter fixed, leave it out by trainable."
         )
     return jnp.asarray(value, dtype)
 

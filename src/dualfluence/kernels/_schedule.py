@@ -18,7 +18,8 @@ SYMMETRIC_TILES = 5
 """Tiles per side that a large symmetric kernel is cut into: 60 % of the square is computed."""
 
 TALL = 3
-"""Quarters of the features' memory for the rows of a tile whose columns' features pass by."""
+"""Quarters of the memory for features that the rows of a tile get if the features of its columns are
+not kept."""
 
 WORTH_CUTTING = 2048
 """Rows (points times outputs) from which a symmetric kernel is cut to save its lower half."""
@@ -38,8 +39,8 @@ def choose_tiles(
 ) -> Tiles:
     """The largest tiles whose features, products and backward passes fit into `budget`.
 
-    Half of the budget is for features: of all points if they fit, else of one tile's rows and
-    columns. The other half is for the products, or before them for the backward passes.
+    Half of the budget is for features: of all points if they fit, else of one tile's rows and columns.
+    The other half is for the products, and before that for the backward passes.
     """
     recipe = prepared.recipe
     symmetric = n2 is None
@@ -72,13 +73,14 @@ def choose_tiles(
 
 
 def even_parts(n: int, size: int) -> list[slice]:
-    """`n` rows in parts of at most `size`, as equal as they can be."""
+    """`n` rows in parts of at most `size`, as equal as possible."""
     step = even_size(n, size)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 
 class FeatureStore:
-    """Gives tiles their features: all kept, or the rows' kept while the columns pass."""
+    """Provides the features of tiles. It keeps all features, or those of the rows while it computes
+    those of the columns."""
 
     def __init__(
         self,
@@ -130,13 +132,13 @@ class FeatureStore:
         return self._prepared.tile(f1, f2, traced=self._traced)
 
     def check_finite(self) -> None:
-        """Raise where outputs or derivatives were not finite, naming the points."""
+        """Raise an error that names the points if outputs or derivatives were not finite."""
         for flags in self._flags:
             require_finite(*flags)
 
 
 def require_finite(name: str, index: np.ndarray, outputs: Any, finite: Any) -> None:
-    """Raise where outputs or derivatives of these points are not finite, naming the points."""
+    """Raise an error that names the points if their outputs or derivatives are not finite."""
     good = {"outputs": np.isfinite(np.asarray(outputs)).all(1), "derivatives": finite}
     for what, flags in good.items():
         bad = np.unique(index[~np.asarray(flags)])

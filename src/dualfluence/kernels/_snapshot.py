@@ -1,10 +1,11 @@
-"""A network as it is now: what `apply_fn` closes over is part of its identity.
+"""A network with the present values of everything that `apply_fn` closes over; these values are part of
+its identity.
 
 Compiled programs keep the arrays that a function closes over, and JAX finds programs by the function
-alone: after a change of such an array the old program would answer, silently. A `Snapshot` is the
-function together with a checksum of everything it reads, so that a changed function is another one.
-Programs compiled from a snapshot go on answering for it; to compile another one after a change is
-refused, so that no model is ever half old and half new.
+alone: after a change of such an array the old program would silently be used. A `Snapshot` is the
+function together with a checksum of everything it reads, so a changed function counts as another
+function. Programs compiled from a snapshot can still be used. But after a change no other program is
+compiled from it, so that no model mixes old and new values.
 """
 
 import functools
@@ -26,7 +27,7 @@ from ._trace import Arithmetic, arithmetic, array_digest, program_digest, shapes
 T = TypeVar("T")
 
 POINTS = 3
-"""Points at which a snapshot is traced; any number would do."""
+"""Number of points at which a snapshot is traced; any number is possible."""
 
 DEPTH = 6
 """How many steps from a function `reads` follows its closure."""
@@ -56,11 +57,11 @@ class Kept(Generic[T]):
 
 @dataclass(frozen=True)
 class Snapshot:
-    """`fn` at one moment: equal to another of the same function that reads the same.
+    """`fn` at one moment. Two snapshots of the same function are equal if it reads the same values.
 
     - `args`: shapes of the parameters and of `POINTS` points at which it was traced.
     - `outputs`: shape and dtype of the outputs there.
-    - `arithmetic`: the coarsest rounding on the way to them.
+    - `arithmetic`: the least precise rounding on the way to them.
     - `wide`: whether 64-bit types were on.
     """
 
@@ -72,12 +73,12 @@ class Snapshot:
     wide: bool = field(compare=False, repr=False, default_factory=has_float64)
 
     def __call__(self, params: Any, x: Any) -> Any:
-        """`fn(params, x)`, or an error where `fn` is no longer what it was."""
+        """`fn(params, x)`, or an error if `fn` has changed."""
         self.require_unchanged()
         return self.fn(params, x)
 
     def require_unchanged(self) -> None:
-        """Raise where `fn` is no longer what it was."""
+        """Raise if `fn` has changed."""
         with types_of_64_bits(self.wide):  # numbers made inside of `fn` have other types otherwise
             now = program_digest(_trace_exactly(self.fn, self.args)[0])
         if now != self.checksum:
@@ -97,11 +98,11 @@ class Snapshot:
 
 
 class ChangedError(ValueError):
-    """Something that `apply_fn` closes over changed under a model that was made from it."""
+    """A value that `apply_fn` closes over changed after a model was made from it."""
 
 
 def take_snapshot(fn: Callable[..., Any], params: Any, x: Any) -> Snapshot:
-    """`fn` as it is now, for inputs like `x`; costs one trace."""
+    """A snapshot of `fn` for inputs like `x`; it costs one trace."""
     args = (shapes_of(params), shapes_of(x, POINTS))
     closed, outputs = _trace_exactly(fn, args)
     count = len([leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
@@ -109,13 +110,14 @@ def take_snapshot(fn: Callable[..., Any], params: Any, x: Any) -> Snapshot:
 
 
 def _trace_exactly(fn: Callable[..., Any], args: tuple[Any, Any]) -> tuple[Any, Any]:
-    """The jaxpr and outputs at full precision, whatever the default is where this is called."""
+    """The jaxpr and outputs at full precision, whatever the caller's default is."""
     with jax.default_matmul_precision(PRECISION):
         return trace(fn, *args, return_shape=True)
 
 
 def reads(fn: Callable[..., Any]) -> tuple[Hashable, ...]:
-    """What `fn` closes over, without calling it: cells, defaults, globals, attributes of `self`.
+    """The values that `fn` closes over, found without calling it: cells, defaults, globals, attributes
+    of `self`.
 
     Contents of arrays and plain values, up to `DEPTH` steps away.
     """

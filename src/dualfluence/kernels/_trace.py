@@ -1,4 +1,4 @@
-"""What a network is, read off its jaxpr: what it closes over, and how narrow it computes."""
+"""Facts about a network from its jaxpr: the values it closes over, and its least precise rounding."""
 
 import hashlib
 import weakref
@@ -23,14 +23,14 @@ COARSE_PRODUCTS = {"gpu": TF32_EPS, "cuda": TF32_EPS, "rocm": TF32_EPS, "tpu": 2
 
 
 class Arithmetic(NamedTuple):
-    """The coarsest rounding between parameters and outputs: its unit, and what does it."""
+    """The least precise rounding between parameters and outputs: its unit, and the operation."""
 
     eps: float
     name: str
 
 
 def shapes_of(tree: Any, points: int | None = None) -> Any:
-    """Arrays as their shapes, with `points` of them on axis 0 where that is given."""
+    """Arrays as their shapes, with `points` of them on axis 0 if that is given."""
 
     def shape_of(leaf: Any) -> Any:
         if not is_array(leaf):
@@ -47,7 +47,7 @@ def _typed(leaf: Any) -> bool:
 
 
 def trace(fn: Callable[..., Any], *args: Any, return_shape: bool = False) -> Any:
-    """The jaxpr of `fn` now: JAX would give an earlier one again to the same function.
+    """The jaxpr of `fn` now: for the same function JAX would return an earlier one.
 
     `return_shape=True` returns the outputs' shapes as well, in the tree that `fn` returns.
     """
@@ -66,7 +66,7 @@ def trace(fn: Callable[..., Any], *args: Any, return_shape: bool = False) -> Any
 def program_digest(closed: Any, *, shapes: bool = True) -> str:
     """A checksum of a traced function: its operations, numbers and closed-over arrays.
 
-    `shapes=False` leaves out what may change with the number of points.
+    `shapes=False` leaves out values that may change with the number of points.
     """
     checksum = hashlib.blake2b(digest_size=16)
     for part in _parts(closed.jaxpr, closed.consts, shapes):
@@ -133,7 +133,7 @@ def _bytes_digest(array: np.ndarray) -> bytes:
 
 
 def arithmetic(closed: Any, num_params: int) -> Arithmetic:
-    """The coarsest rounding on the way from the first `num_params` inputs to the outputs.
+    """The least precise rounding on the way from the first `num_params` inputs to the outputs.
 
     On the way from the data alone only half precision counts: compilers may skip such a rounding in
     one program and not in the next.
@@ -175,7 +175,7 @@ def _of_dtype(dtype: Any) -> Arithmetic:
 
 
 def _of_product(precision: Any) -> list[Arithmetic]:
-    """Products asked for at less than the dtype's own precision."""
+    """Products that request less than the precision of their dtype."""
     asked = precision if isinstance(precision, tuple) else (precision,)
     names = {getattr(p, "name", str(p)).upper() for p in asked}
     if any("BF16" in name for name in names):
@@ -191,7 +191,7 @@ def _of_product(precision: Any) -> list[Arithmetic]:
 def narrowest_dtype(apply_fn: Callable[..., Any], params: Any, x: Any) -> Any:
     """The narrowest floating type that `apply_fn` computes with on its way to the outputs.
 
-    TF32 products, which no dtype stands for, round like float16.
+    TF32 products, for which there is no dtype, round like float16.
     """
     apply_fn = opened("narrowest_dtype", apply_fn, None)[0]
     closed = trace(apply_fn, shapes_of(params), shapes_of(x))

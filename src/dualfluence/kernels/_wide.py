@@ -17,7 +17,7 @@ from ._snapshot import Snapshot
 class Widened:
     """`apply_fn` on points cast to float64; its parameters are float64 already.
 
-    - `dtypes`: of the leaves of the parameters as they were given, `None` for what is no array.
+    - `dtypes`: of the leaves of the given parameters, `None` for leaves that are not arrays.
     """
 
     fn: Callable[..., Any]
@@ -41,7 +41,8 @@ class Widened:
 
 
 def widened_fn(fn: Any, dtypes: tuple[str | None, ...]) -> Any:
-    """`fn` with a `Widened` inside of all that the library has put around the user's function."""
+    """`fn` with a `Widened` directly around the user's function, inside all other wrappers of the
+    library."""
     if isinstance(fn, Snapshot):
         fn.require_unchanged()
         return widened_fn(fn.fn, dtypes)

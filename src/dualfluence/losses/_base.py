@@ -1,4 +1,4 @@
-"""What every loss offers: per-point value, gradient and curvature in the outputs."""
+"""The interface of a loss: its value for each point, and gradient and curvature in the outputs."""
 
 import abc
 from typing import Any
@@ -33,10 +33,10 @@ class AbstractLoss(eqx.Module):
     def grad_noise(
         self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
     ) -> Float[Array, "n c"]:
-        """What rounding can add to `grad` where `outputs` are off by `noise`.
+        """An estimate of the error of `grad` if `outputs` are off by `noise`.
 
-        A first-order estimate: the curvature carries `noise` over, and the terms that `grad` adds up
-        round themselves. The certificate rests on it, so it must not be too small.
+        It is of first order: the curvature passes on `noise`, and the terms that `grad` adds up are
+        rounded as well. The certificate depends on this estimate, so it must not be too small.
         """
 
     @abc.abstractmethod

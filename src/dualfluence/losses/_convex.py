@@ -14,21 +14,21 @@ from ._base import AbstractLoss
 from ._factors import BlockFactor
 
 FUNCTION_UNITS = 16.0
-"""Units in the last place that an elementary function of the user's loss may be off by: compilers
-approximate `tanh` and its like. Doubled, certificates near their floor double."""
+"""Assumed error, in units in the last place, of an elementary function in the user's loss: compilers
+approximate functions like `tanh`. With twice this value, certificates near their floor double."""
 
 
 class Convex(AbstractLoss):
     """`fn(f, y)` for one point: outputs of shape `(c,)` and that point's target to a scalar.
 
     Gradient and Hessian blocks come from automatic differentiation, the factor `R` from an
-    eigendecomposition of each `c×c` block: `O(n c³)`. Negative curvature beyond rounding is an
-    error of the fit or edit that meets it.
+    eigendecomposition of each `c×c` block: `O(n c³)`. A fit or an edit raises an error if it finds
+    curvature that is more negative than rounding explains.
 
     **Arguments:**
 
     - `fn`: twice differentiable and convex in its first argument.
-    - `name`: how the loss is called in reports and saved files.
+    - `name`: the name of the loss in reports and saved files.
     """
 
     fn: Callable[[Array, Array], Array] = eqx.field(static=True)
@@ -83,10 +83,10 @@ class Convex(AbstractLoss):
     def _convexity(
         self, outputs: Float[Array, "n c"], targets: Array, values: Float[Array, "n c"]
     ) -> Float[Array, ""]:
-        """Smallest Hessian eigenvalue over what rounding is measured against.
+        """The smallest Hessian eigenvalue, divided by the scale to which rounding is compared.
 
-        That is the largest eigenvalue of all points, or the slope over the size of outputs and
-        targets: far from its target a loss such as `√(1 + r²)` has terms of that size which cancel.
+        This scale is the largest eigenvalue of all points, or the slope divided by the size of outputs
+        and targets: far from its target a loss such as `√(1 + r²)` has terms of that size which cancel.
         """
         tiny = jnp.finfo(values.dtype).tiny
         slope = jnp.max(jnp.abs(self.grad(outputs, targets)), axis=1)

@@ -1,6 +1,6 @@
 """Factors R with RRᵀ = W, the weighted block-diagonal Hessian of the loss in the outputs.
 
-A factor multiplies arrays of shape `(n, c, ...)`. Its type is its structure: solvers look at it.
+A factor multiplies arrays of shape `(n, c, ...)`. Its class tells solvers its structure.
 """
 
 import abc
@@ -32,7 +32,7 @@ class AbstractFactor(eqx.Module):
 
     @abc.abstractmethod
     def hess_diagonal(self) -> Float[Array, "n k"]:
-        """Diagonal of `W`, one column where it is the same for all outputs."""
+        """Diagonal of `W`; one column if it is the same for all outputs."""
 
     def hess_mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
         """`W v = R Rᵀ v`."""
@@ -51,12 +51,13 @@ class AbstractFactor(eqx.Module):
 
     @property
     def min_curvature(self) -> Float[Array, ""]:
-        """Smallest eigenvalue met over the largest; below rounding means a loss that is not convex."""
+        """The smallest eigenvalue divided by the largest. A value more negative than rounding explains
+        means that the loss is not convex."""
         return jnp.zeros(())
 
 
 class DiagonalFactor(AbstractFactor):
-    """`R = diag(scale)`; one column (`(n, 1)`) where all outputs of a point share their curvature."""
+    """`R = diag(scale)`; one column (`(n, 1)`) if all outputs of a point have the same curvature."""
 
     scale: Float[Array, "n k"]
 
@@ -102,7 +103,7 @@ class SoftmaxFactor(AbstractFactor):
 
 
 class BlockFactor(AbstractFactor):
-    """Dense blocks `R_i`, `c×c` for any convex loss, with fewer columns where the rank is known."""
+    """Dense blocks `R_i`, `c×c` for any convex loss, with fewer columns if the rank is known."""
 
     blocks: Float[Array, "n c r"]
     curvature: Float[Array, ""]

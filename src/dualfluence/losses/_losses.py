@@ -13,7 +13,7 @@ from ._base import AbstractLoss, numeric_targets
 from ._factors import DiagonalFactor, SoftmaxFactor
 
 PROBABILITY_SLACK = 1e-3
-"""How far rows of probability targets may be from summing to one (they are often float16 data)."""
+"""Rows of probability targets may sum to one up to this error, because they are often float16 data."""
 
 
 class SquaredError(AbstractLoss):
@@ -149,9 +149,9 @@ def _eps(array: Array) -> float:
 
 
 def _underflow(array: Array) -> float:
-    """What a gradient that is never zero may have lost by becoming zero.
+    """The error of a gradient that rounding made zero although it never is.
 
-    The smallest normal number over `eps`, so that small weights do not make a zero of it again.
+    It is the smallest normal number divided by `eps`, so that a small weight does not turn it into zero.
     """
     return float(jnp.finfo(array.dtype).tiny) / _eps(array)
 
@@ -162,7 +162,7 @@ def _one_of_the_largest(outputs: Float[Array, "n c"]) -> Array:
 
 
 def _probabilities(outputs: Float[Array, "n c"]) -> tuple[Array, Array]:
-    """Softmax `p` and `1 − p`, both to a few units in their own last place.
+    """Softmax `p` and `1 − p`, both accurate to a few units in the last place.
 
     Only the largest probability can be near one; for that class `1 − p` is the sum of the others.
     """

@@ -1,4 +1,4 @@
-"""What `fit` can be given: networks, kernels, kernels of low rank, any of them on a mesh."""
+"""The models that `fit` accepts: networks, kernels, kernels of low rank, any of them on a mesh."""
 
 from ._kernel import Kernel as Kernel
 from ._kernel import SymmetricKernel as SymmetricKernel

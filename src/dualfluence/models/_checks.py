@@ -1,4 +1,4 @@
-"""Networks and trained parameters as users hand them in."""
+"""Checks of networks and trained parameters from users."""
 
 from typing import Any
 
@@ -12,20 +12,21 @@ from ..kernels._linearized import Linearized
 
 
 def check_network(model: Linearized, x: Array, num_outputs: int | None) -> int:
-    """`c` of a network that can be fitted, at all points and at one."""
+    """`c` of a network, after a check that it runs on all points and on one."""
     # All points first, as the user gave them; batches have any number of points, down to one.
     for points in (x, x[:1]):
         model._traced_shape(points)
     c = model.apply_shape(x)[1]
     if num_outputs not in (None, c):
         raise ValueError(
-            f"num_outputs: {num_outputs} was given, but apply_fn has {c} outputs. Leave it out: a "
-            "network says itself how many it has."
+            f"num_outputs: {num_outputs} was given, but apply_fn has {c} outputs. Leave it out: "
+            "the number follows from the network."
         )
     if jnp.finfo(model.dtype).bits < 32:
         raise ValueError(
-            f"linearize: expected parameters in float32 or float64, got {model.dtype}, which no "
-            "linear solver takes. Widen them, e.g. by jax.tree.map(jnp.float32, params)."
+            f"linearize: expected parameters in float32 or float64, got {model.dtype}, which "
+            "linear solvers do not support. Convert them, e.g. by jax.tree.map(jnp.float32, "
+            "params)."
         )
     return c
 

@@ -1,4 +1,4 @@
-"""What a model has to have that is a kernel and no network."""
+"""The interface of a model that is a kernel and not a network."""
 
 import inspect
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from .._support.progress import ProgressFn
 
 
 class Kernel(Protocol):
-    """A kernel of your own: anything with this method can be given to `fit`, `low_rank` and `store.build`.
+    """A kernel of your own: `fit`, `low_rank` and `store.build` accept any object with this method.
 
     It must be symmetric, `k(x1, x2) = k(x2, x1)ᵀ`, and positive semidefinite, which `fit` checks.
     """
@@ -24,9 +24,9 @@ class Kernel(Protocol):
 
 
 class SymmetricKernel(Protocol):
-    """A kernel that saves work where both batches are the same, and may report how far it is.
+    """A kernel that saves work if both batches are the same, and may report its progress.
 
-    The signature is what tells: `x2` is `None` by default, and there is an option `progress`.
+    It is recognised by its signature: `x2` is `None` by default, and there is an option `progress`.
     """
 
     def kernel(

@@ -25,8 +25,9 @@ from ._sources import AbstractSource, as_source, take_rows
 class AbstractLowRankSource(AbstractSource):
     """A model with features `φ(x)` of shape `(n, c, r)`: `K(x1, x2) = φ(x1) φ(x2)ᵀ`.
 
-    Fits and edits solve on the side of the rank. Exact for the model `f₀(x) + φ(x)w` with the ridge
-    on `‖w‖²`. That model is near the full kernel's where the rank is high enough for its spectrum.
+    fits and edits solve systems of the size of the rank. Exact for the model `f₀(x) + φ(x)w` with the
+    ridge on `‖w‖²`. That model is near the one with the full kernel if the rank is high enough for its
+    spectrum.
     """
 
     base: eqx.AbstractVar[AbstractSource]
@@ -79,7 +80,7 @@ class AbstractLowRankSource(AbstractSource):
 class RandomFeatureSource(AbstractLowRankSource):
     r"""$\phi(x) = J(x)P$ with Gaussian $P$, $E[PP^\top] = I$, so that $E[\phi\phi^\top] = K$.
 
-    `P` is never held: its columns come from `key` again whenever they are needed.
+    `P` is never stored: its columns are drawn again from `key` whenever they are needed.
     """
 
     base: AbstractSource
@@ -132,16 +133,16 @@ def low_rank(
 ) -> AbstractLowRankSource:
     r"""A model of rank `rank` in place of `model`, for the same calls of `fit` and `edit`.
 
-    Memory is `n·c·rank` numbers and a solve costs `n·c·rank²`, where a dense kernel takes
-    `(n·c)²` and `(n·c)³`.
+    It takes `n·c·rank` numbers of memory, and a solve costs `n·c·rank²`, compared with `(n·c)²` and
+    `(n·c)³` for a dense kernel.
 
     **Arguments:**
 
-    - `model`, `x`: as for `fit`; `x` are the points that landmarks are drawn from.
+    - `model`, `x`: as for `fit`; landmarks are drawn from the points `x`.
     - `rank`: number of features; for Nyström rounded up to whole landmarks, `rank/c` of them.
-    - `method`: `"nystrom"` projects on the gradients of landmarks and fits well when the spectrum
-      falls fast; `"random-features"` projects gradients on random directions: unbiased, with entries
-      off by about `1/√rank`, and needs no kernel entries, only Jacobian products.
+    - `method`: `"nystrom"` projects on the gradients of landmarks and fits well when the spectrum falls
+      fast; `"random-features"` projects gradients on random directions. It is unbiased, its entries are
+      off by about `1/√rank`, and it needs only Jacobian products, no kernel entries.
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)`.
     - `key`: randomness of landmarks or directions.
     """
@@ -189,7 +190,7 @@ def _times(block: Float[Array, "n c m"], transform: Float[Array, "m r"]) -> Arra
 
 
 def _four_axes(block: Array, c: int) -> Float[Array, "n c m c"]:
-    """A Kronecker block spelled out over its outputs."""
+    """A Kronecker block written out for all its outputs."""
     if block.ndim == 4:
         return block
     return jnp.einsum("nm,ab->namb", block, jnp.eye(c, dtype=block.dtype), precision=HIGHEST)
@@ -202,8 +203,9 @@ def _check_landmarks(landmarks: Array, x: Array, kept: np.ndarray) -> None:
         same = (rows == mark).all(axis=1)
         if same.any() and not (same & kept).any():
             raise ValueError(
-                f"purge: point {int(np.argmax(same))} is a landmark of this low-rank model, which is "
-                "made of it. Draw landmarks from the remaining points (low_rank) and fit again."
+                f"purge: point {int(np.argmax(same))} is a landmark of this low-rank model, "
+                "which is built from it. Draw landmarks from the remaining points (low_rank) "
+                "and fit again."
             )
 
 

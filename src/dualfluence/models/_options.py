@@ -1,4 +1,4 @@
-"""What a caller may say about `K`, in one object that every call takes."""
+"""Options for `K`, in one object that every call takes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,21 +13,22 @@ FORMS = ("auto", "dense", "matrix-free")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class KernelOptions:
-    """How `K` is held and multiplied: the `kernel` of `fit`, `from_trained`, `kernel_operator` and
-    `kernel_gradient_descent`. A form by its name, `kernel="dense"`, or an operator, `kernel=op`, stand for
-    options with nothing else in them.
+    """How `K` is stored and multiplied: the argument `kernel` of `fit`, `from_trained`,
+    `kernel_operator` and `kernel_gradient_descent`. The short forms `kernel="dense"` and `kernel=op`
+    set only the form or only the operator.
 
-    - `form`: `"dense"` holds `K`, `"matrix-free"` does not, `"auto"` holds it if it fits in memory.
+    - `form`: `"dense"` stores `K`, `"matrix-free"` does not, `"auto"` stores it if it fits in memory.
     - `operator`: `K` on these points, if you have it: `store.build(...).operator()` for one on disk,
-      `kernel_operator(...)`, `fitted.kernel_op`, or one of your own. The model then serves base
-      outputs and queries.
-    - `refine`: what a float32 model does where rounding limits it. By default it goes on in float64: on a CPU
-      wherever float32 would fall short of its tolerance (up to 2,048 unknowns), else where the answer
-      would be refused. `True` keeps `K` in float32, dual variables and residuals in float64, and refines
-      float32 solves, from the start. `False` stays in float32.
-    - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16
-      on accelerators, and the error that makes is in `stats.notes`.
-    - `num_outputs`: `c`, where neither model nor targets tell: a kernel with class labels.
+      `kernel_operator(...)`, `fitted.kernel_op`, or one of your own. The model is then used only for
+      base outputs and queries.
+    - `refine`: what a float32 model does if rounding limits its accuracy. By default it continues in
+      float64: on a CPU wherever float32 would miss its tolerance (up to 2,048 unknowns), otherwise only
+      if the answer would be refused. `True` keeps `K` in float32, dual variables and residuals in
+      float64, and refines float32 solves, also in the fit. `False` stays in float32.
+    - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 on
+      accelerators, and `stats.notes` states the error of this.
+    - `num_outputs`: `c`, if it follows neither from the model nor from the targets, as for a kernel
+      with class labels.
     """
 
     form: str = "auto"
@@ -57,8 +58,8 @@ class KernelOptions:
     def _check_agreement(self, op: AbstractKernelOperator, num_outputs: int | None) -> None:
         if self.form != "auto":
             raise ValueError(
-                f"KernelOptions: form={self.form!r} and operator exclude each other: the operator, a "
-                f"{type(op).__name__}, has its form. Leave one of them out."
+                f"KernelOptions: form={self.form!r} and operator exclude each other, because the "
+                f"operator, a {type(op).__name__}, already has a form. Leave one of them out."
             )
         if num_outputs not in (None, op.num_outputs):
             raise ValueError(
@@ -68,7 +69,7 @@ class KernelOptions:
 
 
 KernelArgument = KernelOptions | AbstractKernelOperator | str | None
-"""What `kernel=` takes: options, an operator, the name of a form, or nothing."""
+"""The values of `kernel=`: options, an operator, the name of a form, or nothing."""
 
 
 def check_operator(name: str, op: Any) -> None:

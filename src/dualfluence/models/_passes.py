@@ -60,7 +60,7 @@ held_pull_back = filter_jit(_times_jacobian)
 def held_moved_params(
     model: Linearized, J: PyTree, params: PyTree, x: Array, v: Array, since: Array | None
 ) -> PyTree:
-    """`moved_params` with the Jacobian `J` of the first points at hand."""
+    """`moved_params` if the Jacobian `J` of the first points is in memory."""
     return moved(model, params, _times_jacobian(model, J, x, v if since is None else v - since))
 
 
@@ -79,6 +79,6 @@ def moved_params(
 
 
 def moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
-    """`θ + step`; leaves that are not trainable stay."""
+    """`θ + step`; leaves that are not trainable stay unchanged."""
     theta, frozen = model.split(params)
     return model.leave(eqx.combine(jax.tree.map(jnp.add, theta, step), frozen))

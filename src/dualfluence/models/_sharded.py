@@ -30,10 +30,10 @@ ROWS, EVERY = PartitionSpec(AXIS), PartitionSpec()
 
 
 class ShardedSource(AbstractSource):
-    """A source whose kernels, outputs and read-outs are computed where their rows live.
+    """A source that computes kernels, outputs and read-outs on the devices that hold their rows.
 
-    Under `jax.distributed` every process gives the same points; each fills the rows of its own
-    devices, and what is read out is the same array in every process.
+    Under `jax.distributed` every process gives the same points; each fills the rows of its devices, and
+    read-outs are the same array in every process.
     """
 
     inner: AbstractSource
@@ -93,7 +93,7 @@ class ShardedSource(AbstractSource):
         stop: int,
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        """New points come as a border with padding of its own: rows on a mesh never move."""
+        """New points go into a border with its own padding, because rows on a mesh never move."""
         host = np.asarray(x)
         old, new = op.layout, on_mesh(stop - start, self.mesh)
         if op.follows_points:

@@ -1,4 +1,4 @@
-"""What `fit` can be given: a linearised network, a kernel function, or a kernel matrix."""
+"""The kinds of models that `fit` accepts: a linearised network, a kernel function, or a kernel matrix."""
 
 import abc
 from collections.abc import Callable
@@ -43,30 +43,30 @@ from ._passes import (
 
 
 class AbstractSource(eqx.Module):
-    """Where `K` comes from: base outputs, the operator on training points, products with queries.
+    """A source of `K`: base outputs, the operator on training points, products with queries.
 
-    Yours is a subclass with the three abstract methods. The others have a default that is right for any
-    source, or one that says what this source lacks.
+    To add a source, write a subclass with the three abstract methods. The other methods have a default
+    that is right for any source, or that raises an error.
     """
 
     @property
     def network(self) -> Linearized | None:
-        """The linearised network behind the kernel, if there is one, in the scale of its ridge."""
+        """The linearised network of the kernel, if there is one, in the scale of its ridge."""
         return None
 
     @property
     def num_positions(self) -> int | None:
-        """Points of a precomputed kernel; `None` where features are not positions."""
+        """Points of a precomputed kernel; `None` if features are not positions."""
         return None
 
     @property
     def form(self) -> Form | None:
-        """How rows of features unpack, for a network whose inputs are a tree of arrays."""
+        """The form in which rows of features unpack, for a network whose inputs are a tree of arrays."""
         return None if self.network is None else self.network.form
 
     @property
     def narrow_eps(self) -> float | None:
-        """Rounding unit of a network that computes more coarsely than its dtype says, else `None`."""
+        """Rounding unit of a network that computes with less precision than its dtype has, else `None`."""
         if self.network is None:
             return None
         eps = self.network.arithmetic_eps
@@ -74,7 +74,7 @@ class AbstractSource(eqx.Module):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the network has to say for `stats.notes`."""
+        """Notes of the network for `stats.notes`."""
         return () if self.network is None else self.network.notes
 
     def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
@@ -86,7 +86,7 @@ class AbstractSource(eqx.Module):
         return fold_block(self.block(x1, x2, False), v)
 
     def layout(self, x: Array) -> Layout:
-        """Where the rows of a kernel of these points live."""
+        """The devices of the rows of a kernel of these points."""
         return whole(x.shape[0])
 
     @property
@@ -101,7 +101,7 @@ class AbstractSource(eqx.Module):
 
     def features(self, x: Array) -> Float[Array, "n c r"]:
         """`φ(x)`."""
-        self._lacks("features", "low_rank makes a model that has them.")
+        self._lacks("features", "low_rank makes a model with features.")
 
     def with_jacobian(self, x: Array) -> "AbstractSource":
         """The same source with `J` of its training points in memory."""
@@ -112,7 +112,7 @@ class AbstractSource(eqx.Module):
         )
 
     def without_jacobian(self) -> "AbstractSource":
-        """The same source without a `J` that it may hold."""
+        """The same source without `J` in memory."""
         return self
 
     def at_params(self, params: PyTree) -> "AbstractSource":
@@ -126,12 +126,12 @@ class AbstractSource(eqx.Module):
 
     def widened(self, x: Array) -> "AbstractSource":
         """The same model of the points `x`, computed in float64; call it in a `double` scope."""
-        self._lacks("widened", "Give it numbers in float64 from the start.")
+        self._lacks("widened", "Give it numbers in float64 when you make it.")
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "AbstractSource":
-        """The source without what it holds of the points of `x` that are not `kept`.
+        """The source without any data of the points of `x` that are not `kept`.
 
-        `stand_ins` are the points that take their rows.
+        The points `stand_ins` take their rows.
         """
         self._lacks("purged", "It may hold removed points. Fit again without them.")
 
@@ -146,14 +146,14 @@ class AbstractSource(eqx.Module):
     def moved_params(
         self, params: PyTree, x: Array, v: Float[Array, "n c"], since: Float[Array, "n c"] | None
     ) -> PyTree:
-        """`params + J(x)ᵀ(v − since)`, frozen leaves as they are, as `θ` for the user."""
+        """`params + J(x)ᵀ(v − since)` as `θ` for the user; frozen leaves do not change."""
         assert self.network is not None
         step = self.pull_back(x, v if since is None else v - since)
         return moved(self.network, params, step)
 
     @abc.abstractmethod
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
-        """`f₀(x)`, or `None` for zero outputs of a width that the targets decide."""
+        """`f₀(x)`, or `None` for zero outputs, whose number follows from the targets."""
 
     @abc.abstractmethod
     def operator(
@@ -175,10 +175,10 @@ class AbstractSource(eqx.Module):
         stop: int,
         progress: bool | ProgressFn,
     ) -> AbstractKernelOperator:
-        """`op` with the points `start:stop` of `x`, reusing what it already holds.
+        """`op` extended by the points `start:stop` of `x`, without computing its other entries again.
 
-        `x` has a row for every row of the result. Rows past `stop` are spare: any points, which get
-        no weight.
+        `x` has a row for every row of the result. Rows after `stop` are spare: they may be any points
+        and get no weight.
         """
         if op.follows_points:
             return op.at_points(x, self.layout(x))
@@ -293,8 +293,8 @@ class KernelSource(AbstractSource):
     ) -> AbstractKernelOperator:
         if form == "matrix-free":
             raise ValueError(
-                "kernel: form 'matrix-free' needs a network made by linearize; a kernel function only "
-                "gives entries. Use 'auto'."
+                "kernel: form 'matrix-free' needs a network made by linearize; a kernel "
+                "function gives only entries. Use 'auto'."
             )
         return operator_from_array(self.block(x, None, progress), x.shape[0], num_outputs)
 
@@ -335,7 +335,7 @@ class WideKernel(eqx.Module):
 
 
 class GivenKernel(eqx.Module):
-    """A user's kernel function, whose failures and results are looked at."""
+    """A kernel function of the user, with its errors and results checked."""
 
     fn: Any
 
@@ -345,8 +345,8 @@ class GivenKernel(eqx.Module):
         except Exception as error:
             raise ValueError(
                 f"kernel: the function fails for points of shapes {np.shape(x1)} and "
-                f"{np.shape(x2)}: {type(error).__name__}: {error}. It takes two batches of points; a "
-                "network goes through linearize first."
+                f"{np.shape(x2)}: {type(error).__name__}: {error}. It must take two batches of "
+                "points; a network needs linearize first."
             ) from error
         return _check_block(as_kernel(value), len(x1), len(x2))
 
@@ -373,8 +373,8 @@ def as_kernel(value: Any) -> Array:
 class PrecomputedKernel(eqx.Module):
     """A kernel matrix over a pool of points; "features" are integer positions in that pool.
 
-    `fit(matrix, None, y)` uses all positions as training points. For queries, put them in the same
-    pool: `fit(PrecomputedKernel(K), np.arange(n), y)`, then `fitted.predict(np.arange(n, n + q))`.
+    `fit(matrix, None, y)` uses all positions as training points. Put queries into the same pool:
+    `fit(PrecomputedKernel(K), np.arange(n), y)`, then `fitted.predict(np.arange(n, n + q))`.
     """
 
     matrix: Array
@@ -409,7 +409,7 @@ class PrecomputedKernel(eqx.Module):
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "PrecomputedKernel":
-        """The same pool with the positions `x` that are not `kept` overwritten by others."""
+        """The same pool, in which other positions overwrite the positions `x` that are not `kept`."""
         positions, own = np.arange(self.matrix.shape[0]), np.asarray(x)
         positions[own] = np.asarray(stand_ins)
         positions[own[kept]] = own[kept]  # a position that a remaining point uses as well stays
@@ -417,9 +417,9 @@ class PrecomputedKernel(eqx.Module):
 
 
 def as_source(model: Any, x: Any = None) -> AbstractSource:
-    """Wrap whatever the user gave: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix.
+    """Wrap the user's model: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix.
 
-    With points `x`, a network is bound to what it closes over now.
+    With points `x`, a network is bound to the present values of the variables it closes over.
     """
     model = as_network(model)
     form = form_of("x", x)
@@ -429,8 +429,8 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
         return model
     if form is not None:
         raise TypeError(
-            "fit: features that are a tree of arrays need a network made by linearize; a kernel takes "
-            "one array. A low-rank model takes such trees where low_rank was given one."
+            "fit: features that are a tree of arrays need a network made by linearize; a kernel "
+            "takes one array. A low-rank model takes such trees if low_rank was given one."
         )
     if isinstance(model, AbstractSource):
         return model
@@ -472,7 +472,7 @@ def operator_from_array(array: Any, n: int, num_outputs: int) -> AbstractKernelO
 
 @partial(jit, donate_argnums=0)
 def flatten_block(block: Float[Array, "n1 c n2 d"]) -> Float[Array, "rows cols"]:
-    """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would hold the kernel twice."""
+    """`(n1, c, n2, c)` as a matrix, in place: a plain reshape would need memory for two kernels."""
     return block.reshape(block.shape[0] * block.shape[1], -1)
 
 
@@ -485,5 +485,6 @@ def fold_block(block: Float[Array, "..."], v: Float[Array, "n1 c"]) -> Float[Arr
 
 
 def take_rows(x: Array, start: int, stop: int) -> Array:
-    """`x[start:stop]`, cut on the host: on the device every place would be a program of its own."""
+    """`x[start:stop]`, sliced on the host, because on the device every position would compile another
+    program."""
     return jax.device_put(np.asarray(x)[start:stop])

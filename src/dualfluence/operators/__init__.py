@@ -1,4 +1,5 @@
-"""Structures of `K`, one file each. To add one, subclass `AbstractKernelOperator`."""
+"""Ways to store `K`, one class for each structure, in a file each. To add one, subclass
+`AbstractKernelOperator`."""
 
 from ._base import AbstractKernelOperator as AbstractKernelOperator
 from ._base import UnsupportedStructure as UnsupportedStructure

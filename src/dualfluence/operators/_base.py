@@ -1,7 +1,8 @@
 """The kernel matrix K as an operator on arrays of shape `(n, c)`.
 
-A structure of `K` is one subclass in one file. It must say what is abstract here. Every other method
-has a default: one that is right for any `K`, or `UnsupportedStructure` with what to use instead.
+A structure of `K` is one subclass in one file. It must define the abstract methods and properties.
+Every other method has a default: it is right for any `K`, or raises `UnsupportedStructure` and names an
+alternative.
 """
 
 import abc
@@ -17,18 +18,17 @@ from ._layout import Layout, whole
 
 
 class UnsupportedStructure(TypeError, ValueError):
-    """A structure of `K` was asked for what it does not do; the message names both, and a way out.
+    """A structure of `K` cannot do what was asked. The message names both, and what to try.
 
-    Either the type of `K` is wrong for the call, or the option (`refine`, `precision`, `mesh`) that
-    led to it is: so it is a `TypeError` and a `ValueError`.
+    It is a `TypeError` and a `ValueError`, because either the type of `K` is wrong for the call, or the
+    option (`refine`, `precision`, `mesh`) is.
     """
 
 
 class AbstractKernelOperator(eqx.Module):
-    """`K`, symmetric positive semidefinite. The type is the structure.
-
-    Yours is a subclass with the abstract methods below. It can be given to `fit(kernel=...)`, and
-    edits that keep the points (`Remove`, `Relabel`, `Reweight`) need no more. `Add` gives it a border.
+    """`K`, symmetric positive semidefinite. Each structure is a class. To add one, write a subclass
+    with the abstract methods below. It can be given to `fit(kernel=...)`, and edits that keep the
+    points (`Remove`, `Relabel`, `Reweight`) need nothing else. `Add` puts a border around it.
     """
 
     @property
@@ -39,12 +39,12 @@ class AbstractKernelOperator(eqx.Module):
     @property
     @abc.abstractmethod
     def num_points(self) -> int:
-        """`n`, the rows of the arrays it takes; on a mesh that counts padding rows."""
+        """`n`, the rows of the arrays it takes; on a mesh this includes padding rows."""
 
     @property
     @abc.abstractmethod
     def num_bytes(self) -> int:
-        """Bytes that hold `K` in this form."""
+        """Bytes of `K` in this form."""
 
     @property
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     def layout(self) -> Layout:
-        """Which rows are points, and where rows live."""
+        """Which rows are points, and on which devices they are."""
         return whole(self.num_points)
 
     @property
@@ -85,7 +85,7 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     def rank(self) -> int | None:
-        """`r` where `K` is held as features of shape `(n, c, r)`."""
+        """`r` if `K` is stored as features of shape `(n, c, r)`, else `None`."""
         return None
 
     @property
@@ -95,22 +95,23 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     def grows(self) -> bool:
-        """Whether new points go into rows of its own (`with_columns`); others get a border."""
+        """Whether new points go into spare rows (`with_columns`); otherwise they go into a border."""
         return False
 
     @property
     def product_precision(self) -> jax.lax.Precision | None:
-        """Precision of products where one can be chosen (`with_precision`)."""
+        """Precision of products, if one can be chosen (`with_precision`)."""
         return None
 
     @property
     def narrow(self) -> "AbstractKernelOperator":
-        """What the solves use: itself, or the float32 operator under one that multiplies in float64."""
+        """The operator for solves: itself, or the float32 operator inside one that multiplies in
+        float64."""
         return self
 
     @property
     def solve_dtype(self) -> Any:
-        """Dtype that linear solves with `K` run in; narrower than `dtype` where they are refined."""
+        """Dtype of linear solves with `K`; narrower than `dtype` if solves are refined."""
         return self.narrow.dtype
 
     def mm(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
@@ -118,29 +119,29 @@ class AbstractKernelOperator(eqx.Module):
         return jax.vmap(self.mv, in_axes=2, out_axes=2)(v)
 
     def check(self) -> str:
-        """Raise if this is not a kernel; else say how far that was checked.
+        """Raise if this is not a kernel; else describe how this was checked.
 
-        Finite, symmetric and positive semidefinite in random directions. Structures that are so by
-        construction, and those with entries to look at, say so themselves.
+        Finite, symmetric and positive semidefinite in random directions. Structures that are kernels by
+        construction, and those whose entries can be checked, override this.
         """
         return check_by_products(self)
 
     def map_narrow(
         self, change: Callable[["AbstractKernelOperator"], "AbstractKernelOperator"]
     ) -> "AbstractKernelOperator":
-        """`change(narrow)`, multiplied as this one is."""
+        """The operator whose `narrow` is `change(narrow)`, with the same precision of products."""
         return change(self)
 
     def entries(self) -> Float[Array, "m m"]:
-        """`K` (or `Σ`, if Kronecker) as the array that is held; see `has_entries`."""
-        self._lacks("entries", "Use mv, or dense(), which may compute them.")
+        """`K` (or `Σ`, if Kronecker) as the stored array; see `has_entries`."""
+        self._lacks("entries", "Use mv, or dense(), which may compute the entries.")
 
     def take(self, rows: Any) -> "AbstractKernelOperator":
         """`K` between the points at `rows`, which may repeat, in the same structure: a copy."""
         self._lacks("take", "Fit again on these points.")
 
     def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
-        """`K v` for a float64 `v` and a narrower `K`, exact to float64 rounding for `K` as it is."""
+        """`K v` for a float64 `v` and a narrower `K`, exact to float64 rounding for the stored `K`."""
         self._lacks("wide_mv", "refine=True needs it. Fit without refine, or give K in float64.")
 
     def with_precision(self, precision: jax.lax.Precision) -> "AbstractKernelOperator":
@@ -150,36 +151,39 @@ class AbstractKernelOperator(eqx.Module):
         )
 
     def spread(self, layout: Layout) -> "AbstractKernelOperator":
-        """The same `K` with its rows on the devices that `layout` says."""
-        self._lacks("spread", "Fit again with mesh=..., which computes every row where it belongs.")
+        """The same `K` with its rows on the devices of `layout`."""
+        self._lacks("spread", "Fit again with mesh=..., which computes every row on its device.")
 
     def at_points(self, x: Any, layout: Layout) -> "AbstractKernelOperator":
         """The same kernel function at other points, one for each row of `layout`."""
-        self._lacks("at_points", "It holds numbers, not a network. Fit again at these points.")
+        self._lacks(
+            "at_points",
+            ("It has stored numbers and no network to compute others. Fit again at these points."),
+        )
 
     def with_columns(self, columns: Any, start: int, stop: int) -> "AbstractKernelOperator":
-        """`K` with the points `start:stop` written into spare rows, of which there may be more after.
+        """`K` after the points `start:stop` are written into spare rows; spare rows may remain after them.
 
         `columns` is the kernel of all rows, spare ones included, with those points: `(rows, m)` or
         `(rows, c, m, c)`. Spare rows have a kernel of zero, or a weight of zero. Call `grow`, which
-        puts a border around what has no rows to spare.
+        adds a border if there are no spare rows.
         """
         self._lacks("with_columns", "Use operators.grow, or fit again with the new points.")
 
     def with_features(self, features: Any, start: int, num_rows: int) -> "AbstractKernelOperator":
         """`ΦΦᵀ` with the features of new points from row `start` on, in `num_rows` rows."""
-        self._lacks("with_features", "Fit without kernel: low_rank makes its own.")
+        self._lacks("with_features", "Fit without kernel: low_rank makes one.")
 
     def cut(self, num_points: int) -> "AbstractKernelOperator":
         """`K` without the rows after the first `num_points`."""
-        self._lacks("cut", "It has one row per point and none to spare.")
+        self._lacks("cut", "It has one row per point and no spare rows.")
 
     def _lacks(self, call: str, instead: str) -> NoReturn:
         raise UnsupportedStructure(f"kernel: a {type(self).__name__} has no {call}. {instead}")
 
 
 class AbstractWrapper(AbstractKernelOperator):
-    """Another way to multiply with the same `K`: what `op` says of itself stays."""
+    """Another way to multiply with the same `K`; the properties of `op` stay."""
 
     op: eqx.AbstractVar[Any]
 

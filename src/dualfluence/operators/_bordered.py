@@ -1,4 +1,4 @@
-"""`K` with a border of new points, for a structure that has no rows to spare."""
+"""`K` with a border of new points, for a structure that has no spare rows."""
 
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from ._layout import Layout
 
 
 class BorderedOperator(AbstractWrapper):
-    """`[[K, C], [Cᵀ, D]]`: `K` stays as and where it is, only the border is new.
+    """`[[K, C], [Cᵀ, D]]`: `K` stays unchanged and in its place; only the border is new.
 
     `C` is `(n·c, m·c)`, or `(n, m)` when `K` and `D` are Kronecker.
     """
@@ -53,7 +53,7 @@ class BorderedOperator(AbstractWrapper):
         return self._product(self.op.wide_mv(v[:n]), wide, self.corner.wide_mv(v[n:]), v)
 
     def _product(self, old: Array, C: Array, new: Array, v: Array) -> Array:
-        """`K v` from what the diagonal blocks gave."""
+        """`K v` from the results of the diagonal blocks."""
         n, c = old.shape
         width = 1 if C.shape[0] == n * c else c  # right-hand sides: one, or one per output
         down = jnp.dot(C, v[n:].reshape(-1, width), precision=HIGHEST).reshape(n, c)
@@ -76,7 +76,7 @@ class BorderedOperator(AbstractWrapper):
         return check_by_products(self)
 
     def with_precision(self, precision: jax.lax.Precision) -> "BorderedOperator":
-        """Of both blocks; the border itself keeps full precision."""
+        """The precision of both blocks; the border itself keeps full precision."""
         op, corner = (part.with_precision(precision) for part in (self.op, self.corner))
         return BorderedOperator(op, self.cross, corner)
 
@@ -114,7 +114,7 @@ def _write_border(
 def grow(
     op: AbstractKernelOperator, columns: Array, start: int, stop: int
 ) -> AbstractKernelOperator:
-    """`K` with new points, in rows of its own or in a border; see `with_columns`."""
+    """`K` with new points, in spare rows or in a border; see `with_columns`."""
 
     def change(narrow: AbstractKernelOperator) -> AbstractKernelOperator:
         inside = narrow if narrow.grows else BorderedOperator.around(narrow, columns)

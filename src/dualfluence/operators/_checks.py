@@ -15,7 +15,7 @@ ROUNDING_SLACK = 1e3
 """Deviations up to this many units in the last place of the largest entry count as rounding."""
 
 TILE_SIDE = 1024
-"""Rows of a tile that is held against its mirror image. Both fit into a processor's cache: twice the
+"""Rows of a tile that is compared with its mirror image. Both fit into a processor's cache: twice the
 side takes twice the time there; half of it leaves an accelerator waiting for the host."""
 
 EXACT_SIZE = 600
@@ -24,7 +24,7 @@ PROBES = 16
 
 
 def check_entries(K: Float[Array, "m m"]) -> str:
-    """Raise unless this matrix is a kernel; else say how far it was checked."""
+    """Raise unless this matrix is a kernel; else describe how this was checked."""
     slack = ROUNDING_SLACK * float(jnp.finfo(K.dtype).eps)
     finite, largest, asymmetry = (float(v) for v in _entries(K))
     if not finite:
@@ -48,7 +48,8 @@ def check_entries(K: Float[Array, "m m"]) -> str:
 def check_by_products(op: Any) -> str:
     """The same checks from products alone, for an operator whose entries are not in one place.
 
-    An asymmetric part or a negative eigenvalue shows in random directions, if not with certainty.
+    An asymmetric part or a negative eigenvalue is very likely, but not certain, to show in random
+    directions.
     """
     asymmetry, size, curvature = (float(v) for v in _probe(op))
     slack = ROUNDING_SLACK * float(jnp.finfo(op.dtype).eps)
@@ -85,7 +86,7 @@ def _probe(op: Any) -> tuple[Array, Array, Array]:
 def _entries(K: Float[Array, "m m"]) -> tuple[Array, Array, Array]:
     """Whether every entry is finite, the largest `|K|`, and the largest `|K − Kᵀ|`.
 
-    A tile against its mirror image at a time: `K − Kᵀ` would be a second `K`.
+    Compares one tile with its mirror image at a time: `K − Kᵀ` would be a second `K`.
     """
     m = K.shape[0]
     side = min(m, TILE_SIDE)

@@ -22,7 +22,7 @@ from ._sharded import ShardedOperator
 
 
 class AbstractMatrixOperator(AbstractKernelOperator):
-    """`K` held as one array, of which a product reads every entry once.
+    """`K` stored as one array. A product reads every entry once.
 
     - `matrix`: the entries.
     - `c`: outputs per point.
@@ -80,7 +80,7 @@ class AbstractMatrixOperator(AbstractKernelOperator):
         return self.matrix
 
     def take(self, rows: Any) -> "AbstractMatrixOperator":
-        """A copy; besides it only a panel of rows is held."""
+        """A copy; besides the copy only a panel of rows takes memory."""
         return replace(self, matrix=_take(self.matrix, self._rows_of(rows).reshape(-1)))
 
     def with_precision(self, precision: jax.lax.Precision) -> "AbstractMatrixOperator":
@@ -117,7 +117,7 @@ class AbstractMatrixOperator(AbstractKernelOperator):
 
 
 class DenseOperator(AbstractMatrixOperator):
-    """`K` held as an `(n·c, n·c)` array, point-major."""
+    """`K` stored as an `(n·c, n·c)` array, point-major."""
 
     matrix: Float[Array, "nc nc"]
     c: int = eqx.field(static=True)
@@ -167,9 +167,9 @@ class KroneckerOperator(AbstractMatrixOperator):
 def _write(
     K: Float[Array, "old old"], columns: Float[Array, "rows m"], where: Int[Any, "2"]
 ) -> Float[Array, "rows rows"]:
-    """`K` with columns and, transposed, rows `where[0]:where[1]`; rows past those stay zero.
+    """`K` with columns and, transposed, rows `where[0]:where[1]`; rows after those stay zero.
 
-    The place is data, not shape: one program for every point that finds room.
+    The position is data, not shape, so one program serves every point that fits.
     """
     start, stop = where
     spare = columns.shape[0] - K.shape[0]

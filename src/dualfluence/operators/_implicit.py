@@ -124,7 +124,7 @@ class LowRankOperator(AbstractKernelOperator):
     def with_features(
         self, features: Float[Array, "m c r"], start: int, num_rows: int
     ) -> "LowRankOperator":
-        """`Φ` with the points from `start` on written into spare rows; those after stay zero."""
+        """`Φ` after the points from `start` on are written into spare rows; later rows stay zero."""
         return LowRankOperator(
             _write_rows(self.features, features, np.asarray(start), num_rows=num_rows)
         )

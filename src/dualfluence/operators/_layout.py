@@ -1,4 +1,4 @@
-"""Where the rows of an `(n, c)` array live: points, padding, and the devices of a mesh."""
+"""The rows of an `(n, c)` array: which are points and which padding, and on which devices they are."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from jaxtyping import Array
 AXIS = "rows"
 
 MIN_SPARE, MAX_SPARE = 32, 256
-"""Spare rows that a kernel gets when it has to grow. More of them: fewer compilations in a stream of
-additions, and more memory for what is not there; 256 rows are 5 % of a kernel of 10,000 points."""
+"""Spare rows of a kernel that has to grow. With more of them a stream of additions compiles less often,
+but empty rows take more memory; 256 rows are 5 % of a kernel of 10,000 points."""
 
 Device = Any
 """A `jax.Device`; JAX exports the class in a form that type checkers do not follow."""
@@ -24,7 +24,7 @@ Device = Any
 def as_mesh(mesh: "Mesh | Sequence[Device]") -> Mesh:
     """One axis over the devices of a mesh of any shape, or over a list of devices.
 
-    Checked here: JAX ends the process over a mesh of things that are no devices.
+    Checked here: Other objects are refused, because JAX ends the process if a mesh contains them.
     """
     if isinstance(mesh, Mesh):
         devices = list(mesh.devices.flat)
@@ -37,8 +37,8 @@ def as_mesh(mesh: "Mesh | Sequence[Device]") -> Mesh:
     for device in devices:
         if not isinstance(device, jax.Device):
             raise TypeError(
-                f"mesh: expected devices, e.g. jax.devices(), got {device!r} among them. Devices of a "
-                "kind: jax.devices('gpu')."
+                f"mesh: expected devices, e.g. jax.devices(), got {device!r} among them. For "
+                "devices of one kind use jax.devices('gpu')."
             )
     if len(set(devices)) != len(devices):
         raise ValueError(f"mesh: expected every device once, got {devices}.")
@@ -47,7 +47,7 @@ def as_mesh(mesh: "Mesh | Sequence[Device]") -> Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """Which rows are training points, and on which devices rows live.
+    """Which rows are training points, and on which devices the rows are.
 
     `blocks` are pairs `(points, rows)`, one after another; in each the points come first and the
     other rows are padding, so that rows divide evenly among devices. A padding row is a point of
@@ -75,18 +75,18 @@ class Layout:
         return 1 if self.sharding is None else self.sharding.mesh.size
 
     def holding(self, num_points: int) -> "Layout":
-        """The same rows where the first `num_points` are points and the others are spare."""
+        """The same rows; the first `num_points` are points and the others are spare."""
         if self.sharding is not None or num_points == self.num_points:
             return self
         return Layout(((num_points, self.num_rows),))
 
     def extended(self, num_points: int) -> "Layout":
-        """Room for more points after the rows that there are."""
+        """Room for more points after the existing rows."""
         rows = num_points + -num_points % self.num_devices
         return Layout((*self.blocks, (num_points, rows)), self.sharding)
 
     def expand(self, values: np.ndarray, padding: Literal["zero", "last"] = "last") -> np.ndarray:
-        """One entry per row from one per point, on the host; padding repeats a block's last."""
+        """One entry per row from one per point, on the host; padding repeats the last entry of a block."""
         parts, start = [], 0
         for points, rows in self.blocks:
             part = values[start : start + points]
@@ -113,7 +113,7 @@ class Layout:
         return jax.make_array_from_callback((), self.replicated, lambda _: host)
 
     def points(self, rows: Array) -> Array:
-        """The points' entries, in order and without padding, the same on every device."""
+        """The entries of the points, in order and without padding, the same on every device."""
         if self.sharding is not None:
             return _gather_points(self)(rows)
         if rows.shape[0] == self.num_points:
@@ -123,7 +123,7 @@ class Layout:
         return jax.device_put(np.asarray(rows)[: self.num_points])
 
     def grow(self, rows: Array, num_rows: int) -> Array:
-        """Zero rows appended, up to `num_rows`; `self` is the layout after."""
+        """Zero rows appended, up to `num_rows`; `self` is the layout afterwards."""
         if num_rows == rows.shape[0]:
             return rows
         widths = ((0, num_rows - rows.shape[0]), *[(0, 0)] * (rows.ndim - 1))
@@ -133,7 +133,7 @@ class Layout:
 
 
 def rows_for(num_points: int, num_rows: int) -> int:
-    """Rows that hold so many points: those that there are, or more with some to spare.
+    """The number of rows for so many points: the present one, or a larger one with some spare rows.
 
     A stream of single points then meets few shapes, each of which is compiled once.
     """

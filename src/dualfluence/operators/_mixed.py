@@ -14,11 +14,11 @@ from ._layout import Layout
 
 
 class MixedOperator(AbstractWrapper):
-    """`K` held in float32 and multiplied in float64, by the `wide_mv` of its structure.
+    """`K` stored in float32 and multiplied in float64, by the `wide_mv` of its structure.
 
-    With `K` taken as it is stored, such a product is exact to float64 rounding: what a residual
-    needs for iterative refinement. `op` gives the fast float32 products for the solves between.
-    Made by `widen`.
+    For the stored `K` such a product is exact to float64 rounding, as the residual of iterative
+    refinement requires. `op` gives the fast float32 products for the solves in between. Made by
+    `widen`.
     """
 
     op: AbstractKernelOperator
@@ -72,7 +72,7 @@ class MixedOperator(AbstractWrapper):
 
 
 def widen(op: AbstractKernelOperator) -> AbstractKernelOperator:
-    """The same `K` multiplied in float64; itself if it is so already."""
+    """The same `K` multiplied in float64; the operator itself if it is in float64 already."""
     if op.dtype == jnp.float64:
         return op
     if not jax.config.read("jax_enable_x64"):

@@ -1,4 +1,4 @@
-"""`K` with its rows on a mesh, with entries or without. It is never gathered."""
+"""`K` with its rows on a mesh, with entries or without. It is never collected on one device."""
 
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -16,14 +16,14 @@ from ._layout import AXIS, Layout, map_shards
 from ._mixed import wide_product
 
 ROWS, EVERY = PartitionSpec(AXIS), PartitionSpec()
-"""How arrays enter a product on each device: its own rows, or all of them."""
+"""How arrays enter a product on each device: only the rows of that device, or all of them."""
 
 
 class ShardedOperator(AbstractWrapper):
-    """A dense or Kronecker `K` whose rows live on the devices of a mesh.
+    """A dense or Kronecker `K` whose rows are spread over the devices of a mesh.
 
-    A product gathers the vector, which is `n·c` times smaller than `K`, and leaves its own rows
-    of the result on each device. `op` has entries, spread over the devices of `placement`.
+    A product gathers the vector, which is `n·c` times smaller than `K`, and leaves the rows of the
+    result on their devices. `op` has entries, spread over the devices of `placement`.
     """
 
     op: AbstractKernelOperator

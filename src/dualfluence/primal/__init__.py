@@ -1,4 +1,4 @@
-"""Influence functions in parameter space, as the literature has them, by solvers of one interface."""
+"""Influence functions in parameter space, as in the literature, with several solvers."""
 
 from ._attribute import attribute as attribute
 from ._influence import influence as influence

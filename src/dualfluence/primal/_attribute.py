@@ -2,7 +2,7 @@ r"""Scores of all training points in parameter space, by any of the solvers.
 
 $$S_{qi} = w_i\,\nabla m_q^\top (C + \delta I)^{-1}\,\nabla\ell_i ,$$
 
-the first-order effect on the measured quantity `m_q` of leaving `i` out: positive where it rises.
+the first-order effect of leaving `i` out on the measured quantity `m_q`: positive if it rises.
 """
 
 import time
@@ -60,19 +60,19 @@ def attribute(
 ) -> Attribution:
     r"""Score every training point for every query by an influence function in parameter space.
 
-    One solve per query, then one gradient per training point. Exact solvers give the first-order
-    effect that `Fitted.attribute` gives without a system of the size of the model; the others are the
-    approximations of the literature.
+    One solve per query, then one gradient per training point. Exact solvers give the same first-order
+    effect as `Fitted.attribute`, which works in data space. The other solvers are the approximations of
+    the literature.
 
     **Arguments:**
 
     - `model`, `params`, `x`, `y`, `weights`, `loss`, `ridge`, `linearised`: as for `influence`.
     - `xq`, `yq`: queries and their targets.
-    - `solver`: `CG()`, `LiSSA()`, `Arnoldi()`, `Nystrom()`, `KFAC()` or `EKFAC()`; `CG()` if not given.
+    - `solver`: `CG()`, `LiSSA()`, `Arnoldi()`, `Nystrom()`, `KFAC()` or `EKFAC()`; by default `CG()`.
     - `of`: what is measured at the queries, as in `Fitted.attribute`.
-    - `batch_size`: points per product with the curvature; changes nothing but memory and rounding.
+    - `batch_size`: points per product with the curvature; it changes only memory and rounding.
     - `self_influence`: also the effect of each point on itself, for one more solve per point.
-    - `on_failure`: `"report"` returns what a solve that did not converge has, with a note.
+    - `on_failure`: `"report"` returns the answer of a solve that did not converge, with a note.
 
     **Returns:** `Attribution`; `stats` holds the solver, its residual and the numbers it reports.
     """

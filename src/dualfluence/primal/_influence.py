@@ -1,10 +1,10 @@
-r"""Influence functions as the literature has them: a linear system of the size of the model.
+r"""Influence functions as in the literature: a linear system in parameter space.
 
 $$\mathbf{H}\,\Delta\theta = \tfrac{|D_f|}{|D|}\,\nabla L_{D_f}(\theta^\star),\qquad
   \mathbf{H} = \tfrac{|D_r|}{|D|}\,\nabla^2 L_{D_r}(\theta^\star)$$
 
-(paper, eqs. 1 and 4). Solved here after division by $|D_r|/|D|$, which changes neither `Δθ` nor an
-iteration of conjugate gradients.
+(paper, eqs. 1 and 4). The system is divided by $|D_r|/|D|$ before it is solved; this changes neither
+`Δθ` nor the iterations of conjugate gradients.
 """
 
 from collections.abc import Sequence
@@ -52,34 +52,33 @@ def influence(
 ) -> PrimalUpdate:
     r"""Estimate the parameters after an edit of the training set, in parameter space.
 
-    Removals follow the paper's eq. 1 as printed, with sample-weight mass for counts:
+    Removals follow the paper's eq. 1 as printed, with sums of sample weights in place of counts:
     $$\theta_r \approx \theta^\star + \tfrac{|D_f|}{|D|}\mathbf{H}^{-1}\nabla L_{D_f}(\theta^\star),
-    \qquad L_S(\theta) = \tfrac{1}{|S|}\sum_{i\in S}\ell_i(\theta)
-    + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2 .$$
-    Any other edit is the Newton step $-(\nabla^2 L')^{-1}\nabla L'(\theta^\star)$ on the edited
-    objective. The two agree where $\nabla L_D(\theta^\star) = 0$, which eq. 1 assumes, and then
-    equal one step of `Fitted.edit`, which needs no system of the size of the model.
+    \qquad L_S(\theta) = \tfrac{1}{|S|}\sum_{i\in S}\ell_i(\theta) +
+    \tfrac{\lambda}{2}\|\theta-\theta_0\|^2 .$$ Any other edit is the Newton step $-(\nabla^2
+    L')^{-1}\nabla L'(\theta^\star)$ on the edited objective. The two agree if $\nabla L_D(\theta^\star)
+    = 0$, as eq. 1 assumes. Then they equal one step of `Fitted.edit`, which works in data space.
 
     Exact for squared error on a linearised model. Each iteration passes over all training points;
-    removed ones stay as rows of weight zero, so that other indices compile nothing new.
+    removed ones stay as rows of weight zero, so that a request with other indices compiles nothing.
 
     **Arguments:**
 
-    - `model`: from `linearize` or `adapters`; its parameters are the ridge's `θ₀`. With a scale the
-      system is solved in its units, `P^{1/2}HP^{1/2} + λI`, as is any damping of a solver.
+    - `model`: from `linearize` or `adapters`; its parameters are the ridge's `θ₀`. With a scale, the
+      system and the damping of solvers are in its units, `P^{1/2}HP^{1/2} + λI`.
     - `params`: the trained `θ*`, a pytree like `θ₀`.
     - `x`, `y`, `weights`: training features, targets and sample weights before the edit.
     - `edit`: `Remove`, `Relabel`, `Reweight`, `Replace`, `Add`, or several in a list.
     - `loss`, `ridge`: `ℓ` and `λ > 0`.
     - `linearised`: `θ*` belongs to the model linearised at `θ₀`. `False`: the network itself, whose
-      full Hessian may be indefinite; conjugate gradients then stop, which counts as a failure.
-    - `rtol`, `max_steps`: of conjugate gradients, by default as in the paper's experiments. In
-      float32 no solve reaches 1e-8, so that on a CPU a float32 model is computed in float64. On an
-      accelerator loosen it, or follow the paper with `on_failure="report"`, which stays in float32.
+      full Hessian may be indefinite; conjugate gradients then stop, and this counts as a failure.
+    - `rtol`, `max_steps`: of conjugate gradients, by default as in the paper's experiments. Float32
+      solves cannot attain 1e-8, so on a CPU a float32 model is computed in float64. On an accelerator
+      use a larger `rtol`, or follow the paper with `on_failure="report"`, which stays in float32.
     - `batch_size`: points per Hessian-vector product; the model's by default.
-    - `on_failure`: `"report"` returns what a solve that did not converge has, marked in `stats`.
-    - `solver`: of this room, e.g. `EKFAC()` or `LiSSA(damping=1e-3)`, which bring options of their
-      own; by default conjugate gradients by `rtol` and `max_steps`.
+    - `on_failure`: `"report"` returns the answer of a solve that did not converge, marked in `stats`.
+    - `solver`: one of `dualfluence.primal`, e.g. `EKFAC()` or `LiSSA(damping=1e-3)`, which have their
+      own options; by default conjugate gradients with `rtol` and `max_steps`.
 
     **Returns:** `PrimalUpdate`.
     """

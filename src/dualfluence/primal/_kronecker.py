@@ -1,14 +1,14 @@
 r"""K-FAC and EK-FAC (Martens and Grosse; George et al.; Grosse et al. 2023) for any JAX function.
 
 For a place with gradient $\sum_s a_s g_s^\top$, with $g$ for every column of the root of the loss's
-Hessian (an exact expectation over the model's own targets: nothing is sampled),
+Hessian (an exact expectation over the targets that the model predicts; nothing is sampled),
 
 $$A = \sum_i \frac{w_i}{\sum w}\frac1{|s|}\sum_s a_s a_s^\top = Q_A D_A Q_A^\top,\quad
   S = \sum_{i,s} g_s g_s^\top = Q_S D_S Q_S^\top,\quad
   \Lambda = \sum_i \Big(Q_A^\top\big[\sum_s a_s g_s^\top\big]Q_S\Big)^{\circ 2},$$
 
 EK-FAC takes $(Q_A\otimes Q_S)\,\mathrm{diag}(\Lambda)\,(Q_A\otimes Q_S)^\top$ for the block of the
-Gauss-Newton matrix, K-FAC $A\otimes S$. Blocks of different places are taken as independent.
+Gauss-Newton matrix, K-FAC $A\otimes S$. Blocks of different places are treated as independent.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from ._solvers import AbstractPrimalInverse, AbstractPrimalSolver, Solved, check
 class KFAC(AbstractPrimalSolver):
     """Blocks `A ⊗ S`, one per place, plus `λ + damping` in their eigenbasis.
 
-    Parameters without factors get their exact block, or its diagonal where they are many; the
+    Parameters without factors get their exact block, or only its diagonal if they are many; the
     answer's `facts["blocks"]` names the block of every parameter. Always Gauss-Newton.
 
     **Fields:** `damping`, added to the ridge; `exact_limit`, the largest leaf with an exact block.
@@ -50,7 +50,8 @@ class KFAC(AbstractPrimalSolver):
 
 
 class EKFAC(AbstractPrimalSolver):
-    """As `KFAC`, with the true second moments in the eigenbasis instead of products of two."""
+    """Like `KFAC`, but with the true second moments in the eigenbasis instead of products of two
+    factors."""
 
     damping: float = eqx.field(static=True, default=0.0)
     exact_limit: int = eqx.field(static=True, default=EXACT_LIMIT)

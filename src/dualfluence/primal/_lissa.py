@@ -23,7 +23,7 @@ class LiSSA(AbstractPrimalSolver):
     r"""$x_{t+1} = x_t + (b - (C+\delta I)x_t)/s$, which converges for $s > \tfrac12\lambda_{\max}$.
 
     After `depth` steps the error is at most $(1-\delta/s)^{\text{depth}}$ of the answer on the
-    Gauss-Newton matrix. What it is in fact is measured: `error` in the facts is $\|r\|/\delta$ over
+    Gauss-Newton matrix. The actual error is measured: `error` in the facts is $\|r\|/\delta$ over
     $\|x\|$, a bound on the relative error, since no eigenvalue of `C + δI` is below `δ`.
 
     **Fields:**
@@ -33,11 +33,11 @@ class LiSSA(AbstractPrimalSolver):
       diverge.
     - `depth`: steps.
     - `scale`: `s`; by default 1.05 times the largest eigenvalue of `C + δI`, from 40 Lanczos steps.
-    - `sample`: training points drawn in each step, as in the original; `None` takes all, which has
-      no noise. Small samples may diverge at a scale that is large enough for all points.
+    - `sample`: training points drawn in each step, as in the original; `None` takes all points, without
+      noise. With small samples the series may diverge at a scale that is large enough for all points.
     - `repeats`, `seed`: independent runs to average, for samples.
 
-    A run that ends further from the solution than it began is an error that names the eigenvalue.
+    A run that ends further from the solution than it began raises an error that names the eigenvalue.
     """
 
     damping: float = eqx.field(static=True, default=0.0)

@@ -31,10 +31,10 @@ SINGULAR = 1e3
 class Arnoldi(AbstractPrimalSolver):
     r"""$\sum_{k\le r} v_k v_k^\top/(\mu_k+\delta)$ from the `r` largest eigenpairs of `C`.
 
-    Arnoldi's iteration for a symmetric matrix is Lanczos'; ours is reorthogonalised. What of a
-    right-hand side lies outside of the `r` directions is dropped, as published, or divided by `δ`
-    alone with `complement=True`. Exact at full rank. The facts report the share of the right-hand
-    sides (`captured`) and of the trace of `C` (`captured_trace`) that the directions hold.
+    For a symmetric matrix Arnoldi's iteration is that of Lanczos; ours is reorthogonalised. The part of
+    a right-hand side outside the `r` directions is dropped, as in the original method. With
+    `complement=True` it is divided by `δ`. Exact at full rank. The facts report the share of the
+    right-hand sides (`captured`) and of the trace of `C` (`captured_trace`) that the directions hold.
 
     **Fields:** `rank`; `steps`, of Lanczos, by default `2·rank + 20`; `damping`, added to the ridge;
     `hessian`; `complement`; `seed` of the starting vector.
@@ -73,8 +73,8 @@ class Nystrom(AbstractPrimalSolver):
     r"""$U(\Lambda+\delta)^{-1}U^\top + \delta^{-1}(I-UU^\top)$ with $C\Omega(\Omega^\top C\Omega)^{-1}
     \Omega^\top C = U\Lambda U^\top$ for `rank` random directions $\Omega$.
 
-    One product with `C` per direction and no iteration. The directions that are not seen count as
-    flat, divided by `δ` alone, so that small `δ` makes their part large.
+    One product with `C` per direction and no iteration. All other directions count as flat and are
+    divided by `δ`, so a small `δ` makes their part large.
 
     **Fields:** `rank`; `damping`, added to the ridge; `hessian`, which must be positive semidefinite;
     `seed` of the directions.
@@ -123,8 +123,9 @@ class _LowRank(AbstractPrimalInverse):
         nearest = damped[np.argmin(np.abs(damped))]
         if not abs(nearest) > floor:
             raise ValueError(
-                f"{self.name}: a damped eigenvalue is {nearest:.3g}, zero to rounding beside the "
-                f"largest, {np.abs(damped).max():.3g}. Raise the ridge or the damping."
+                f"{self.name}: a damped eigenvalue is {nearest:.3g}, zero up to rounding "
+                f"compared with the largest, {np.abs(damped).max():.3g}. Raise the ridge or the "
+                "damping."
             )
         return self
 
@@ -145,7 +146,7 @@ class _LowRank(AbstractPrimalInverse):
         notes = [f"rank {len(self.values)} of {self.basis.shape[1]}"]
         share = facts["captured"]
         where = (
-            "the rest sees the damping alone" if self.solver.complement else "the rest is dropped"
+            "only the damping acts on the rest" if self.solver.complement else "the rest is dropped"
         )
         notes.append(f"at least {share:.3g} of each right-hand side lies inside, {where}")
         negative = self.values + float(shift) < 0

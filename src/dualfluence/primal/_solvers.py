@@ -1,4 +1,4 @@
-"""The one interface of solvers in parameter space, and conjugate gradients."""
+"""The interface of solvers in parameter space, and conjugate gradients."""
 
 import abc
 from typing import Any, NamedTuple
@@ -28,13 +28,13 @@ COUNTERS = {"traces": 0}
 
 
 class Solved(NamedTuple):
-    """Answers to several right-hand sides, and how good they are.
+    """Answers to several right-hand sides, and their accuracy.
 
     - `value`: `(k, p)`, one answer per row.
-    - `residual`: largest `‖b − (C + δ)x‖/‖b‖` that was measured; of the first row only for
-      approximate inverses, whose residual says how far they are from the true one.
-    - `converged`: whether the solver did what it promises.
-    - `iterations`, `products`: of one right-hand side at most; products with `C`.
+    - `residual`: largest `‖b − (C + δ)x‖/‖b‖` that was measured. Approximate inverses measure it for
+      the first row only; it shows how far they are from the true inverse.
+    - `converged`: whether the solver met its tolerance.
+    - `iterations`, `products`: the most iterations of one right-hand side; products with `C`.
     - `facts`: numbers of the method, such as eigenvalues and captured shares, for JSON.
     - `notes`: what the answer leaves out, in words.
     """
@@ -57,11 +57,11 @@ class AbstractPrimalInverse(eqx.Module):
 
 
 class AbstractPrimalSolver(eqx.Module):
-    """How `(C + (λ + damping) I)⁻¹` is applied; `λ` comes from the problem."""
+    """A way to apply `(C + (λ + damping) I)⁻¹`; `λ` comes from the problem."""
 
     @abc.abstractmethod
     def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
-        """What all right-hand sides share: eigenvectors, factors, a step size."""
+        """The data that all right-hand sides share: eigenvectors, factors, a step size."""
 
 
 class CG(AbstractPrimalSolver):
@@ -72,7 +72,7 @@ class CG(AbstractPrimalSolver):
     - `damping`: added to the ridge.
     - `hessian`: `"gauss-newton"`, or `"exact"`, which for a network may be indefinite; the error then
       names its smallest eigenvalue.
-    - `rtol`, `max_steps`: relative residual to reach, and iterations at most.
+    - `rtol`, `max_steps`: relative residual at which it stops, and the largest number of iterations.
     """
 
     damping: float = eqx.field(static=True, default=0.0)
@@ -176,5 +176,5 @@ def check_solved(what: str, solved: Solved, on_failure: OnFailure) -> None:
         )
         raise NotConverged(
             f"{what}: stopped after {solved.iterations} iterations at a relative residual of "
-            f"{solved.residual:.3g}: {why}. on_failure='report' returns the answer as it is."
+            f"{solved.residual:.3g}: {why}. on_failure='report' returns this answer."
         )

@@ -1,4 +1,4 @@
-"""What an influence step in parameter space returns."""
+"""The result of an influence step in parameter space."""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +25,7 @@ from ..problem._record import Stats
 class PrimalUpdate(Shown, eqx.Module):
     """Parameters after an edit, by the influence function in parameter space.
 
-    `step` is `Δθ` on the trainable leaves in the units of the ridge's scale, where there is one.
+    `step` is `Δθ` on the trainable leaves, in the units of the scale of the ridge if there is one.
     """
 
     model: Linearized
@@ -76,7 +76,8 @@ class PrimalUpdate(Shown, eqx.Module):
 
     @in_own_precision
     def predict(self, xq: Any) -> Float[Array, "q c"]:
-        """Outputs at queries with the new parameters: linearised if the update is, else the network's."""
+        """Outputs at queries with the new parameters: those of the linearised model if the update is
+        linearised, else those of the network."""
         outputs = outputs_at(
             self.model,
             self._after(),
@@ -98,16 +99,16 @@ class PrimalUpdate(Shown, eqx.Module):
     def delta_loss(
         self, xq: Any, targets: Any, *, first_order: bool = False, include_ridge: bool = False
     ) -> Float[Array, " q"]:
-        r"""Change of the loss at queries, positive where the edit makes it worse:
+        r"""Change of the loss at queries, positive if the edit makes it worse:
 
         $$\ell(f_q(\theta^\star+\Delta\theta))-\ell(f_q)\qquad\text{or, to first order,}\qquad
           \nabla\ell(f_q)\cdot J_q\Delta\theta .$$
 
         **Arguments:**
 
-        - `first_order`: the paper's estimate (eq. 3) instead of the loss after less the loss before.
-        - `include_ridge`: add the change of `λ/2‖θ − θ₀‖²`, which the paper counts into the loss of
-          every single point, to first order if `first_order`.
+        - `first_order`: the paper's estimate (eq. 3) instead of the difference of losses.
+        - `include_ridge`: add the change of the ridge term `λ/2‖θ − θ₀‖²`, as the paper does. With
+          `first_order` this is to first order too.
         """
         xq = self.data.queries(xq)
         check_flag("delta_loss: include_ridge", include_ridge)

@@ -1,4 +1,4 @@
-"""What is being solved: training set, edits, objective, certificate."""
+"""The problem that is solved: training set, edits, objective, certificate."""
 
 from ._certificate import Certificate as Certificate
 from ._edits import AbstractEdit as AbstractEdit

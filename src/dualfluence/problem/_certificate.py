@@ -19,19 +19,20 @@ from .._support.show import Shown, Table
 from ._objective import AnyArray, Problem, State
 
 ROUNDING_FACTOR = 4.0
-"""Safety factor on the estimate of rounding. Doubled, certificates near their floor double."""
+"""Safety factor on the estimate of rounding. With twice this value, certificates near their floor double."""
 
 SIGN_FACTOR = 3.0
-"""How much larger than for signs at random a sum's rounding is taken to be, where it has many terms.
+"""Assumed rounding of a sum of many terms, as a multiple of that for random signs.
 
-Terms of one sign make partial sums grow, but sums run in blocks and lanes. Doubled, the floor of
-large problems doubles; small ones, where the sum of magnitudes is smaller, do not notice."""
+Terms of one sign make partial sums grow, but sums run in blocks and lanes. With twice this value, the
+floor of large problems doubles; small ones do not change, because for them the sum of magnitudes is the
+smaller limit."""
 
 
 SHARED = 2.0
-"""Rounding units of `‖Jᵀα‖` that a long sum of terms of one sign is off by, before `ROUNDING_FACTOR`.
-Measured: 5 of 200,000 equal terms. Doubled, fits of few parameters and many points have bounds up to
-twice as large."""
+"""Assumed error of a long sum of terms of one sign, in rounding units of `‖Jᵀα‖`, before
+`ROUNDING_FACTOR`. For 200,000 equal terms 5 units were measured. With twice this value, fits of few
+parameters and many points have bounds up to twice as large."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,21 +40,22 @@ class Certificate(Shown):
     r"""How far an answer can be from exact retraining.
 
     `L_w` is λ-strongly convex, so $\|\theta-\theta^\star\| \le \|\nabla L_w(\theta)\|/\lambda$ with
-    $\|\nabla L_w\| = \sqrt{\rho^\top K\rho}$. The bound speaks of the linearised objective with the
-    kernel in use. With a scale `P` of the ridge (see `linearize`) every norm here is that of `P⁻¹`, that of
-    gradients the one of `P`: parameter `k` may be off by `√P_k` times the bound.
+    $\|\nabla L_w\| = \sqrt{\rho^\top K\rho}$. The bound is about the linearised objective with the
+    kernel in use. With a scale `P` of the ridge (see `linearize`) norms of parameters are those of
+    `P⁻¹` and norms of gradients those of `P`. Parameter `k` may then be off by `√P_k` times the bound.
 
     - `gradient_norm`: `‖∇L_w‖` as computed.
-    - `rounding`: a first-order estimate (not a proof) of what floating point adds to it; it is part
-      of the bound, so the bound has a floor.
+    - `rounding`: a first-order estimate (not a proof) of the effect of floating point. It is part of
+      the bound, so the bound has a floor.
     - `parameter_norm`: `‖θ − θ₀‖`.
     - `ridge`: `λ`.
-    - `gap`: $\|\theta-\theta_0-J^\top\alpha\|$ of a model from `from_trained`, which no edit changes.
-      $\nabla L_w = J^\top\rho + \lambda(\theta-\theta_0-J^\top\alpha)$, so it adds to the bound as it is.
+    - `gap`: $\|\theta-\theta_0-J^\top\alpha\|$ of a model from `from_trained`; edits do not change it.
+      $\nabla L_w = J^\top\rho + \lambda(\theta-\theta_0-J^\top\alpha)$, so it is added to the bound
+      unchanged.
     - `certified`: `False` for a network that is not linear in its parameters; its bounds are `inf`.
-    - `reading`: what is lost where parameters are handed out in float32: half a rounding unit of each.
-    - `noise`: how much of `gradient_norm` rounding can be, an estimate for rows that round independently. No
-      part of the bound; steps end where the gradient has fallen to it.
+    - `reading`: the rounding of parameters when they are returned in float32: half a rounding unit of each.
+    - `noise`: how much of `gradient_norm` can be rounding, an estimate for rows that round
+      independently. It is not part of the bound; steps end when the gradient has fallen to it.
     """
 
     gradient_norm: float
@@ -67,28 +69,29 @@ class Certificate(Shown):
 
     @property
     def distance_bound(self) -> float:
-        """Upper bound on `‖θ − θ_retrained‖`; `inf` where there is none."""
+        """Upper bound on `‖θ − θ_retrained‖`; `inf` if there is none."""
         if not self.certified:
             return math.inf
         return (self.gradient_norm + self.rounding) / self.ridge + self.gap + self.reading
 
     @property
     def relative_bound(self) -> float:
-        """`distance_bound` over `‖θ − θ₀‖`, at least `‖Jᵀα‖` less the gap; zero where both are."""
+        """`distance_bound` divided by a lower bound on `‖θ − θ₀‖`, which is `‖Jᵀα‖` less the gap. It is
+        zero if both are zero."""
         if self.distance_bound == 0:
             return 0.0
         return self.distance_bound / max(self.parameter_norm - self.gap, sys.float_info.min)
 
     @property
     def at_floor(self) -> bool:
-        """Whether the gradient has fallen to what rounding adds to it."""
+        """Whether the gradient is as small as the rounding in it."""
         return self.gradient_norm <= max(self.rounding, self.noise)
 
     def summary(self) -> str:
         """The bound in one line."""
         if not self.certified:
             return "none: the network is not linear in its parameters"
-        gap = f", of which a gap of {self.gap:.2g}" if self.gap else ""
+        gap = f", including a gap of {self.gap:.2g}" if self.gap else ""
         return f"‖θ − θ*‖ ≤ {self.distance_bound:.2g}, {self.relative_bound:.2g} of ‖θ − θ₀‖{gap}"
 
     def _table(self) -> Table:
@@ -99,7 +102,7 @@ class Certificate(Shown):
 
 
 class Norms(eqx.Module):
-    """What a certificate is made of, on the device."""
+    """The parts of a certificate, on the device."""
 
     gradient: Float[Array, ""]
     rounding: Float[Array, ""]
@@ -108,11 +111,11 @@ class Norms(eqx.Module):
 
     @property
     def at_floor(self) -> Bool[Array, ""]:
-        """Whether the gradient may be all rounding."""
+        """Whether the whole gradient may be rounding."""
         return self.gradient <= jnp.maximum(self.rounding, self.noise)
 
     def certificate(self, ridge: float) -> Certificate:
-        """On the host, as plain numbers."""
+        """The same on the host, as plain numbers."""
         check_concrete("certificate", self.gradient)
         gradient, rounding, parameters, noise = map(
             float, jax.device_get((self.gradient, self.rounding, self.parameters, self.noise))
@@ -127,7 +130,7 @@ def measure_norms(
     k_rho: Float[Array, "n c"],
     kernel_diagonal: Float[Array, "n c"],
 ) -> Norms:
-    """The certificate's parts at `state` from its residual `ρ` and `Kρ`."""
+    """The parts of the certificate at `state`, from its residual `ρ` and `Kρ`."""
     return norms_of_square(problem, state, rho, jnp.sum(rho * k_rho), kernel_diagonal)
 
 
@@ -138,7 +141,7 @@ def norms_of_square(
     square: Float[Array, ""],
     kernel_diagonal: Float[Array, "n c"],
 ) -> Norms:
-    """The same from `ρᵀKρ`, or from what it is at most."""
+    """The same from `ρᵀKρ`, or from an upper bound on it."""
     root = jnp.sqrt(jnp.maximum(kernel_diagonal, 0))
     square = jnp.maximum(square, 0)
     # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
@@ -166,14 +169,15 @@ def norms_of_square(
 
 
 def reach(root: Float[Array, "n c"], v: Float[Array, "n c"]) -> Float[Array, ""]:
-    """The norm of `√K_jj v_j` that rounding of a sum over `j` is in proportion to."""
+    """The norm of `√K_jj v_j` to which the rounding of a sum over `j` is proportional."""
     terms = root * jnp.abs(v)
     total = jnp.sum(terms)
     return jnp.minimum(total, SIGN_FACTOR * _norm(terms, total))
 
 
 def _norm(terms: Float[Array, "n c"], total: Float[Array, ""]) -> Float[Array, ""]:
-    """Of terms that are not negative, scaled by their sum, because squares of small ones are zero."""
+    """The norm of terms that are not negative. They are scaled by their sum, because squares of small
+    terms are zero."""
     scale = jnp.clip(total, _tiny(terms), jnp.finfo(terms.dtype).max)
     return scale * jnp.sqrt(jnp.sum((terms / scale) ** 2))
 
@@ -184,11 +188,12 @@ def _carried(
     output_noise: Float[Array, "n c"],
     moved: Float[Array, "n c"],
 ) -> Float[Array, ""]:
-    """What outputs that are off by `δf` do to the optimum, times `λ`, however rows round together.
+    """How far outputs that are off by `δf` move the optimum, times `λ`, however the rounding of rows is
+    correlated.
 
-    They are exact for another offset, whose optimum is away by `‖(λ + JᵀWJ)⁻¹JᵀWδf‖`. As `σ/(λ + σ²)` is at
-    most `1/(2√λ)` and at most `σ/λ`, that is at most `√(δfᵀWδf)/(2√λ)` and at most `‖JᵀWδf‖/λ`. `moved` is
-    `|Wδf|` entry by entry.
+    Such outputs are exact for another offset, and its optimum is away by `‖(λ + JᵀWJ)⁻¹JᵀWδf‖`. As
+    `σ/(λ + σ²)` is at most `1/(2√λ)` and at most `σ/λ`, that is at most `√(δfᵀWδf)/(2√λ)` and at most
+    `‖JᵀWδf‖/λ`. `moved` is `|Wδf|` entry by entry.
     """
     # Roots first, so that products of small numbers do not underflow.
     square = jnp.sqrt(output_noise) * jnp.sqrt(moved)
@@ -201,8 +206,8 @@ def _output_noise(
 ) -> Float[Array, "n c"]:
     """Rounding of `f = offset + Kα`.
 
-    Where terms of `Jᵀα` point the same way, its partial sums grow up to `‖Jᵀα‖`, and all rows share what
-    rounding does to them.
+    If terms of `Jᵀα` point the same way, its partial sums grow up to `‖Jᵀα‖`, and their rounding
+    affects all rows.
     """
     product = root * (reach(root, state.alpha) + SHARED * parameters + state.drift)
     return problem.eps * (jnp.abs(problem.outputs(state)) + jnp.abs(state.k_alpha) + product)

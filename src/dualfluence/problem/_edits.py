@@ -1,4 +1,4 @@
-"""Edits of a training set: each is new features, targets and sample weights."""
+"""Edits of a training set: each gives new features, targets and sample weights."""
 
 import abc
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ FLOAT = np.finfo(np.float64)
 class TrainingSet(Shown):
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
-    Removed points keep their row with weight zero: positions never shift and nothing recompiles.
-    `purged` are the positions whose features and targets are gone, so that no edit can bring them back.
-    `form` says how rows of `x` unpack, where features are a tree of arrays.
+    Removed points keep their row with weight zero: positions never shift and nothing is compiled again.
+    `purged` are the positions whose features and targets were deleted, so that no edit can bring them
+    back. `form` describes how rows of `x` unpack, if features are a tree of arrays.
     """
 
     x: Array
@@ -45,15 +45,15 @@ class TrainingSet(Shown):
 
     @property
     def features(self) -> Any:
-        """Features as they were given: one array, or a tree of arrays."""
+        """Features in the form in which they were given: one array, or a tree of arrays."""
         return self.x if self.form is None else self.form.unpack(self.x)
 
     def queries(self, xq: Any, name: str = "queries") -> Array:
-        """Queries like these features, checked, and packed where the features are a tree."""
+        """Queries of the same form, checked, and packed if the features are a tree."""
         return check_queries(xq, self.x, name, form=self.form)
 
     def same_objective(self, other: "TrainingSet") -> bool:
-        """Whether both weigh the same targets in the same way; rows of weight zero do not count."""
+        """Whether both have the same targets with the same weights; rows of weight zero do not count."""
         n, here, there = other.num_points, self.sample_weights, other.sample_weights
         if self.num_points != n and here[n:].any():
             return False
@@ -70,7 +70,7 @@ class TrainingSet(Shown):
 
     @property
     def weights(self) -> np.ndarray:
-        """`w_i = s_i / Σ_j s_j`, the mean loss over what is left."""
+        """`w_i = s_i / Σ_j s_j`, for a mean loss over the remaining points."""
         return normalised(self.sample_weights)
 
 
@@ -164,7 +164,7 @@ class Replace(AbstractEdit):
 
 
 class Add(AbstractEdit):
-    """Add points, with weight 1 unless told otherwise; they start at `α = 0`."""
+    """Add points, by default with weight 1; they start at `α = 0`."""
 
     x: Any
     targets: Any
@@ -188,7 +188,7 @@ def apply_edits(
     loss: AbstractLoss,
     num_outputs: int,
 ) -> TrainingSet:
-    """All edits in order, checked so that some weight is left and nothing purged comes back."""
+    """All edits in order. It checks that some weight is left and that no purged point comes back."""
     purged = data.purged
     for edit in edits if isinstance(edits, (list, tuple)) else [edits]:
         if not isinstance(edit, AbstractEdit):
@@ -209,8 +209,8 @@ def apply_edits(
     back = purged[data.sample_weights[purged] > 0]
     if back.size:
         raise ValueError(
-            f"edit: point {int(back[0])} was purged: its features and target are gone. Use Add to "
-            "bring it in again."
+            f"edit: point {int(back[0])} was purged: its features and target were deleted. Use "
+            "Add to add it again."
         )
     return replace(data, purged=purged)
 
@@ -218,7 +218,7 @@ def apply_edits(
 def targets_like(
     name: str, targets: Any, trained: Array, loss: AbstractLoss, num_outputs: int
 ) -> Array:
-    """Targets of some points in the shape and dtype of those that were trained on."""
+    """Targets of some points in the shape and dtype of the training targets."""
     new = loss.prepare_targets(targets, num_outputs, trained.dtype)
     if new.shape[1:] != trained.shape[1:]:
         want = ", ".join(("m", *map(str, trained.shape[1:])))
@@ -230,7 +230,7 @@ def targets_like(
 
 
 def normalised(sample_weights: np.ndarray) -> np.ndarray:
-    """`s / Σs`, also where the sum leaves the range of float64."""
+    """`s / Σs`, also if the sum overflows float64."""
     with np.errstate(over="ignore"):
         total = sample_weights.sum()
     if not FLOAT.tiny <= total <= FLOAT.max:

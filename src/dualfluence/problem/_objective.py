@@ -1,4 +1,4 @@
-r"""The one objective, its stationarity and its certificate. Everything else builds on this file.
+r"""The objective, its stationarity and its certificate. Everything else builds on this file.
 
 $$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad
   \theta = \theta_0 + J^\top\alpha,\quad f = f_0 + K\alpha,\quad
@@ -24,12 +24,12 @@ else:
 
 
 class State(eqx.Module):
-    """Dual variables and their product with `K`, which is all that outputs and norms need.
+    """Dual variables and their product with `K`. Outputs and norms need nothing else.
 
     - `alpha`: `α`.
     - `k_alpha`: `Kα`, from one product or as the sum of several.
-    - `drift`: how much more than one product `k_alpha` has rounded, in the units of `reach`; zero
-      right after a product of its own.
+    - `drift`: the rounding in `k_alpha` beyond that of a single product, in the units of `reach`. It is
+      zero right after `k_alpha` was computed as one product.
     """
 
     alpha: Float[Array, "n c"]
@@ -44,12 +44,12 @@ class State(eqx.Module):
     def moved(
         self, delta: Float[Array, "n c"], k_delta: Float[Array, "n c"], drift: Any = 0.0
     ) -> "State":
-        """After a step whose own product with `K` rounds by `drift`."""
+        """The state after a step whose product with `K` rounds by `drift`."""
         return State(self.alpha + delta, self.k_alpha + k_delta, self.drift + drift)
 
 
 class Problem(eqx.Module):
-    """A weighted training set seen through a kernel: `f = offset + Kα`.
+    """A weighted training set and its kernel: `f = offset + Kα`.
 
     - `loss`, `targets`, `weights`: `ℓ`, `y` and `w`, which sum to one.
     - `ridge`: `λ`.
@@ -80,7 +80,7 @@ class Problem(eqx.Module):
         return jnp.sum(self.weights * losses) + ridge_term
 
     def value_noise(self, state: State) -> Float[Array, ""]:
-        """What rounding of outputs and of the sum can add to `value`."""
+        """An estimate of the rounding of `value`, from that of the outputs and of the sum."""
         f = self.outputs(state)
         losses = jnp.abs(self.loss.value(f, self.targets))
         slopes = jnp.sum(jnp.abs(self.loss.grad(f, self.targets) * f), axis=1)
@@ -96,7 +96,7 @@ class Problem(eqx.Module):
         return self.loss_grad(state) + self.ridge * state.alpha
 
     def residual_noise(self, state: State) -> Float[Array, "n c"]:
-        """What rounding can add to `residual` at the outputs as they are."""
+        """An estimate of the rounding of `residual` at the present outputs."""
         f = self.outputs(state)
         noise = self.loss.grad_noise(f, self.targets, jnp.zeros_like(f))
         size = jnp.abs(self.loss_grad(state)) + self.ridge * jnp.abs(state.alpha)
@@ -105,7 +105,7 @@ class Problem(eqx.Module):
     def gradient_noise(
         self, state: State, output_noise: Float[Array, "n c"]
     ) -> Float[Array, "n c"]:
-        """`wᵢ|Hᵢ|δfᵢ`, entry by entry or more: what outputs that are off by `δf` do to `g`."""
+        """`wᵢ|Hᵢ|δfᵢ`, entry by entry or larger: the change of `g` if outputs are off by `δf`."""
         f = self.outputs(state)
         still = self.loss.grad_noise(f, self.targets, jnp.zeros_like(f))
         moved = self.loss.grad_noise(f, self.targets, output_noise) - still

@@ -1,4 +1,4 @@
-"""Which solver, and why."""
+"""The choice of a solver, and the reason for it."""
 
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ DIRECT_SIZE = 1024
 
 
 GATHER_SIZE = 1024
-"""Up to this size of the matrix a block of it is not worth another compilation."""
+"""Up to this size of the matrix, solving on a block does not pay for another compilation."""
 
 _CG, _CHOLESKY = CG(), Cholesky()
 
@@ -31,11 +31,11 @@ class Choice(NamedTuple):
 
 
 class Auto(eqx.Module):
-    """Takes a direct solve where the factorised matrix is small, preconditioned CG elsewhere.
+    """Uses a direct solve if the factorised matrix is small, preconditioned CG otherwise.
 
     - `direct_size`: largest matrix that is factorised.
-    - `gather_size`: where most points are gone, the block of the others is solved alone if `K` is
-      larger than this.
+    - `gather_size`: if most points are removed and `K` is larger than this, only the block of the
+      others is solved.
     """
 
     direct_size: int = eqx.field(static=True, default=DIRECT_SIZE)
@@ -47,7 +47,7 @@ class Auto(eqx.Module):
         check_count("Auto: gather_size", self.gather_size, least=0)
 
     def choose(self, op: AbstractKernelOperator, num_points: int | None = None) -> Choice:
-        """The solver for this operator, or for a block of it with so many points."""
+        """The solver for this operator, or for a block of it with the given number of points."""
         n, c = num_points or op.num_points, op.num_outputs
         if op.layout.sharding is not None:
             devices = op.layout.num_devices
@@ -55,7 +55,7 @@ class Auto(eqx.Module):
         if not op.in_memory:
             return Choice(_CG, "K is on disk: one pass over it per iteration")
         if op.rank is not None:
-            return Choice(_CHOLESKY, f"low rank {op.rank}: Woodbury on that side")
+            return Choice(_CHOLESKY, f"low rank {op.rank}: Woodbury, a system of that size")
         size, what = (n, "n") if op.has_entries and op.is_kronecker else (n * c, "n·c")
         if size <= self.direct_size:
             return Choice(_CHOLESKY, f"{what} = {size} ≤ {self.direct_size}: direct and exact")
@@ -67,9 +67,9 @@ def resolve(
     op: AbstractKernelOperator,
     weights: np.ndarray | None = None,
 ) -> Choice:
-    """`Auto` resolved, anything else as asked; refined where `K` is in mixed precision.
+    """The choice of `Auto`, or the given solver; refined if `K` is in mixed precision.
 
-    `weights` are those of the points, if known: where most are zero, a solve on the others' block.
+    If the `weights` of the points are known and most are zero, it solves on the block of the others.
     """
     if op.narrow is not op:
         solver, reason = resolve(solver, op.narrow, weights)
@@ -80,7 +80,7 @@ def resolve(
     if rows is not None:
         auto = isinstance(solver, Auto)
         inner = solver.choose(op, rows.size) if auto else Choice(solver, "asked for")
-        share = f"{rows.size} of {op.num_points} points hold all that have a weight"
+        share = f"{rows.size} of {op.num_points} points include every point with a weight"
         return Choice(Gathered(inner.solver, rows), f"{share}; {inner.reason}")
     if isinstance(solver, Auto):
         return Auto.choose(solver, op)  # not bound, for the same reason

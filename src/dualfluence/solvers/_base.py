@@ -1,4 +1,4 @@
-r"""What a dual solver does: one linear system per Newton step.
+r"""The interface of dual solvers: they solve one linear system per Newton step.
 
 $$(\lambda I + WK)\,\Delta\alpha = b,\qquad W = RR^\top .$$
 """
@@ -17,10 +17,10 @@ from ._preconditioner import AbstractPreconditioner
 
 
 class LinearSystem(eqx.Module):
-    """`(λI + WK)Δα = b`, and what helps to solve it.
+    """`(λI + WK)Δα = b`, and data that help to solve it.
 
     - `op`, `factor`, `ridge`: `K`, `R` with `RRᵀ = W`, and `λ`.
-    - `b`, `k_b`: the right-hand side and `K b`, which a Newton step has anyway.
+    - `b`, `k_b`: the right-hand side and `K b`, which a Newton step computes anyway.
     - `preconditioner`: for `B = λI + RᵀKR`.
     - `rtol`: relative residual that an iterative solver stops at.
     """
@@ -49,9 +49,10 @@ class LinearSystem(eqx.Module):
     def is_stable(
         self, value: Float[Array, "n c"], k_value: Float[Array, "n c"]
     ) -> Bool[Array, ""]:
-        """Whether the defect is rounding next to the terms that make it: all that a direct solve can do.
+        """Whether the defect is only rounding, compared with the terms it consists of. A direct solve
+        can do no better.
 
-        Where these terms cancel, the defect may be large next to `b` all the same.
+        If these terms cancel, the defect may still be large compared with `b`.
         """
         terms = jnp.linalg.norm(self.b) + self.ridge * jnp.linalg.norm(value)
         terms = terms + jnp.linalg.norm(self.factor.hess_mv(k_value))
@@ -60,14 +61,14 @@ class LinearSystem(eqx.Module):
 
 
 class Solution(eqx.Module):
-    """A solve and how it went.
+    """The result of a solve, and facts about it.
 
     - `value`, `k_value`: `Δα` and `KΔα`.
-    - `reach`: size of the vectors whose products with `K` add up to `k_value`. Where they are larger
-      than `value` they cancel, and `k_value` has rounded in proportion to them.
-    - `iterations`, `products`: of the solver, and products with `K` in all.
-    - `residual`, `converged`: relative residual of the system, and whether it is what was asked for.
-    - `jitter`: shift of the diagonal that a factorisation needed; zero for none.
+    - `reach`: size of the vectors whose products with `K` add up to `k_value`. If they are larger than
+      `value` they cancel, and the rounding of `k_value` is proportional to them.
+    - `iterations`, `products`: iterations of the solver, and all products with `K`.
+    - `residual`, `converged`: relative residual of the system, and whether it is within the tolerance.
+    - `jitter`: shift of the diagonal that a factorisation needed, or zero.
     """
 
     value: Float[Array, "n c"]
@@ -94,9 +95,9 @@ class AbstractDualSolver(eqx.Module):
 
 @lru_cache(maxsize=64)
 def _name(solver: AbstractDualSolver) -> str:
-    """`CG`, or `CG(max_steps=50)`: the class and what differs from its defaults.
+    """`CG`, or `CG(max_steps=50)`: the class and the options that differ from its defaults.
 
-    Once per solver, because a look at its fields takes as long as a small solve.
+    It is computed once per solver, because reading the fields takes as long as a small solve.
     """
     own = [(f.name, getattr(solver, f.name), f.default) for f in fields(solver)]
     told = ", ".join(f"{name}={value!r}" for name, value, default in own if value != default)

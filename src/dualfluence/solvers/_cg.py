@@ -14,12 +14,13 @@ from ._base import AbstractDualSolver, LinearSystem, Solution
 Vector = Float[Array, "..."]
 
 CANCELLATION = 16.0
-"""Terms of a solution that are so many times larger than itself cost a product `K·solution` of its own.
-Doubled, the sum of products loses one bit more before that."""
+"""If the terms of a solution are this many times larger than the solution, `K·solution` is computed
+again as one product. With twice this value, the sum of products may lose one more bit before that."""
 
 PRODUCT_CANCELLATION = {64: 1e2, 32: 1e4}
-"""The same where only the products cancel, by bits. Their error stays in the outputs of the training points:
-a tenfold value would cost these one digit more. In float32 a request is to be quick."""
+"""The same limit, in bits, if only the products cancel. Their error stays in the outputs of the
+training points, so a tenfold value would cost these one more digit. In float32 a request should be
+quick."""
 
 
 class CGResult(eqx.Module):
@@ -44,12 +45,12 @@ def conjugate_gradients(
 ) -> CGResult:
     r"""Solve `Ax = b`, `A` symmetric positive definite, to `measure(b − Ax) ≤ rtol`.
 
-    `measure` is the residual's norm over that of `b` unless the caller knows what it is for.
+    By default `measure` is the norm of the residual divided by that of `b`.
 
-    `mv(p)` returns `Ap` and a side product, linear in `p`; the side products are summed with the
-    same step sizes as `x`. That gives `K R z` from the very products that CG does anyway, where a
-    general-purpose solver would need one more pass over `K`. Stops early, flagged `indefinite`,
-    when it meets a direction of non-positive curvature.
+    `mv(p)` returns `Ap` and a side product, linear in `p`; the side products are summed with the same
+    step sizes as `x`. This gives `K R z` from products that CG computes anyway; a general-purpose
+    solver would need one more pass over `K`. It stops early with the flag `indefinite` when it finds a
+    direction of non-positive curvature.
     """
     tiny = jnp.finfo(b.dtype).tiny
     if measure is None:
@@ -92,8 +93,8 @@ def conjugate_gradients(
 class CG(AbstractDualSolver):
     r"""Conjugate gradients on `B = λI + RᵀKR`: one product with `K` per iteration.
 
-    $\Delta\alpha = (b - Rz)/\lambda$ with $Bz = R^\top Kb$. Eigenvalues of `B` are at least `λ`;
-    the preconditioner kept from the fit takes care of the large ones.
+    $\Delta\alpha = (b - Rz)/\lambda$ with $Bz = R^\top Kb$. Eigenvalues of `B` are at least `λ`; the
+    preconditioner from the fit reduces the large ones.
     """
 
     max_steps: int = eqx.field(static=True, default=1000)

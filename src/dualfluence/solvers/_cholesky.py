@@ -1,4 +1,4 @@
-"""Direct solves; each kernel structure has its own."""
+"""Direct solves, one for each structure of the kernel."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ Inverse = Callable[[Array, Array], Array]
 """`(b, Kb) ↦ (λI + WK)⁻¹ b`."""
 
 JITTER = 4.0
-"""Where rounding makes a matrix indefinite, `λ` of that step is raised by this many `eps` of its trace.
-Doubled, such steps are shorter; the answer and its certificate do not depend on it."""
+"""If rounding makes a matrix indefinite, `λ` of that step is raised by this many `eps` of its trace.
+With twice this value, such steps are shorter; the answer and its certificate do not depend on it."""
 
 
 class _Refinement(NamedTuple):
-    """A solution, its residual and the one before, and how often it was refined."""
+    """A solution, its residual, the residual before, and the number of refinements."""
 
     value: Array
     k_value: Array
@@ -43,7 +43,7 @@ class Cholesky(AbstractDualSolver):
     | `Σ ⊗ I` | softmax | `c + 1` of size `n` |
     | `ΦΦᵀ` | any | one of the rank's size (Woodbury) |
 
-    Anything else is made dense first, which `describe` says.
+    Any other structure is made dense first, and `describe` says so.
     """
 
     refinements: int = eqx.field(static=True, default=1)
@@ -95,7 +95,8 @@ class Cholesky(AbstractDualSolver):
 def _factorise(
     op: AbstractKernelOperator, factor: AbstractFactor, ridge: Array
 ) -> tuple[Inverse, Array]:
-    """`(b, Kb) ↦ (λI + WK)⁻¹ b` from the cheapest factorisation for this structure, and its jitter."""
+    """The function `(b, Kb) ↦ (λI + WK)⁻¹ b` from the cheapest factorisation for this structure, and
+    its jitter."""
     if isinstance(op, KroneckerOperator) and isinstance(factor, DiagonalFactor):
         return _kronecker_diagonal(op, factor, ridge)
     if isinstance(op, KroneckerOperator) and isinstance(factor, SoftmaxFactor):
@@ -110,7 +111,7 @@ def _with_jitter(
 ) -> tuple[Any, Array]:
     """Cholesky factors at `ridge`, or at a larger one where rounding made a matrix indefinite.
 
-    The larger ridge takes the place of `λ` in the whole step: a shorter step, downhill still.
+    The larger ridge replaces `λ` in the whole step. The step is then shorter and still goes downhill.
     """
     factors = factors_at(ridge)
     failed = jnp.stack([jnp.isnan(part).any() for part in jax.tree.leaves(factors)]).any()
@@ -130,7 +131,7 @@ def _symmetric_form(
 def _columns(chols: Float[Array, "k n n"], v: Float[Array, "n k"]) -> Float[Array, "n k"]:
     """Each column of `v` solved with its own factor, one after the other.
 
-    A batched solve holds all factors once more in its own layout, and on a GPU once more for every
+    A batched solve copies all factors into another layout, and on a GPU copies them again for every
     solve in the program.
     """
     solve = lambda pair: jax.scipy.linalg.cho_solve((pair[0], True), pair[1])  # noqa: E731

@@ -1,4 +1,4 @@
-"""Solve on the block of `K` that still counts, where most points have weight zero."""
+"""Solve on the block of the points that have a weight, if most points have none."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
 FINE = 1e-4
-"""Relative residual from which a solve is good enough whatever its right-hand side. A tenth of it costs loose
-solves a few iterations."""
+"""A solve with this relative residual is good enough for every right-hand side. A tenth of it costs
+loose solves a few iterations."""
 
 
 class Gathered(AbstractDualSolver):
-    r"""`inner` on the rows `S` alone, which must hold every point with a weight.
+    r"""Uses `inner` only on the rows `S`, which must contain every point with a weight.
 
-    Elsewhere `W` is zero, so that $\Delta\alpha_F = b_F/\lambda$ at once (the paper's shortcut), and
+    For the other points `W` is zero, so $\Delta\alpha_F = b_F/\lambda$ at once (the paper's shortcut), and
 
     $$(\lambda I + W_SK_{SS})\,\Delta\alpha_S = b_S - W_SK_{SF}\,\Delta\alpha_F .$$
 
-    The same solution for one product with the whole of `K` and the rest with the block.
+    This gives the same solution with one product with the whole `K`; all others use the block.
     """
 
     inner: AbstractDualSolver
@@ -66,8 +66,8 @@ def _tiny(like: Array) -> float:
 def rows_that_count(weights: np.ndarray) -> np.ndarray | None:
     """Every point with a weight and some without; `None` where more than half have one.
 
-    Always one of a few sizes (a half of all points, 3/8, 1/4, 3/16, ...), so that later requests find
-    compiled programs.
+    The block has one of a few sizes (a half of all points, 3/8, 1/4, 3/16, ...), so that later requests
+    find compiled programs.
     """
     kept = np.flatnonzero(weights)
     size, half = weights.size, weights.size // 2

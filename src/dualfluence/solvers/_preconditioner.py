@@ -16,20 +16,20 @@ from ..operators import AbstractKernelOperator, UnsupportedStructure
 Apply = Callable[[Float[Array, "n c"]], Float[Array, "n c"]]
 
 ORTHONORMAL_PASSES = 3
-"""Passes of Cholesky-QR. One fewer leaves columns that are dependent up to rounding far from
+"""Number of passes of Cholesky-QR. One fewer leaves columns that are dependent up to rounding far from
 orthonormal; one more only costs two thin products."""
 
 SAFE_SHIFT = 64.0
-"""A small matrix that rounding made indefinite is shifted by so many `eps` of its trace. Doubled, the
-smallest directions of a sketch count for less."""
+"""A small matrix that rounding made indefinite is shifted by so many `eps` of its trace. With twice
+this value, the smallest directions of a sketch count for less."""
 
 RIDGE_FLOOR = 8.0
-"""The ridge of a preconditioner is at least so many `eps` of its trace. Doubled, conjugate gradients take
-a little longer where `λ` is below that."""
+"""The ridge of a preconditioner is at least so many `eps` of its trace. With twice this value,
+conjugate gradients take a little longer where `λ` is below that."""
 
 
 class AbstractPreconditioner(eqx.Module):
-    """Approximates `B⁻¹` for whatever factor `R` the current step has."""
+    """Approximates `B⁻¹` for the factor `R` of the current step."""
 
     @abc.abstractmethod
     def inverse(self, factor: AbstractFactor, ridge: Float[Array, ""]) -> Apply:
@@ -68,8 +68,8 @@ class NoPreconditioner(AbstractPreconditioner):
 class SpectralPreconditioner(AbstractPreconditioner):
     r"""From a low-rank `K ≈ LLᵀ`: `P = λI + FFᵀ` with `F = RᵀL`, inverted by Woodbury.
 
-    `L` knows nothing of weights, labels or removed points, so one sketch of `K` serves every later
-    request: each costs one `r×r` Cholesky factor and, per iteration, two thin products.
+    `L` does not depend on weights, labels or removed points, so one sketch of `K` serves every later
+    request. Each request costs one `r×r` Cholesky factor and two thin products per iteration.
     """
 
     features: Float[Array, "n c r"]
@@ -107,8 +107,8 @@ def spectral_preconditioner(
 ) -> SpectralPreconditioner:
     r"""Nyström sketch of `K` with `rank` columns after `power_steps` rounds of subspace iteration.
 
-    $K \approx KQ(Q^\top KQ)^{-1}Q^\top K$. Cost: `power_steps + 1` products with `rank` columns,
-    which read a dense `K` as often as that many single products.
+    $K \approx KQ(Q^\top KQ)^{-1}Q^\top K$. Cost: `power_steps + 1` products with `rank` columns, each
+    of which reads a dense `K` once.
     """
     n, c = op.num_points, op.num_outputs
     dtype = op.dtype
@@ -136,9 +136,9 @@ def orthonormal(columns: Float[Array, "m r"]) -> Float[Array, "m r"]:
     r"""An orthonormal basis of the columns' span by shifted Cholesky-QR (Fukaya et al., 2020).
 
     $Q = AL^{-\top}$ with $LL^\top = A^\top A + sI$, repeated: each pass divides the condition number by
-    about $1/\sqrt{\varepsilon}$, so that three suffice for columns that are dependent up to rounding. Thin
-    products and factors of size `r` only; Householder's QR goes column by column and takes seconds
-    where its threads have to wait for a core.
+    about $1/\sqrt{\varepsilon}$, so that three suffice for columns that are dependent up to rounding.
+    Thin products and factors of size `r` only; Householder's QR works column by column and takes
+    seconds if its threads have to wait for a core.
     """
     eps = jnp.finfo(columns.dtype).eps
     for _ in range(ORTHONORMAL_PASSES):
@@ -150,10 +150,10 @@ def orthonormal(columns: Float[Array, "m r"]) -> Float[Array, "m r"]:
 
 
 def _inverse_root(matrix: Float[Array, "r r"]) -> Float[Array, "r r"]:
-    """`L⁻¹` with `LLᵀ` the matrix: small, and then every use of it is a product.
+    """`L⁻¹` with `LLᵀ` the matrix. It is small, and with it every later solve is a product.
 
-    Where rounding has made the matrix indefinite it is shifted: what comes of it is only a basis, or
-    a preconditioner.
+    A matrix that rounding made indefinite is shifted. This is harmless, because the result is only a
+    basis or a preconditioner.
     """
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shift = SAFE_SHIFT * jnp.finfo(matrix.dtype).eps * jnp.maximum(jnp.trace(matrix), 0)

@@ -12,11 +12,11 @@ from ..operators import AbstractKernelOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
 INNER_RTOL = 1e-4
-"""What a float32 solve is asked for; each refinement gains about that factor."""
+"""Tolerance of a float32 solve; each refinement reduces the defect by about that factor."""
 
 
 class _Round(NamedTuple):
-    """Where refinement stands: the answer so far, its defect, and what it took."""
+    """The state of a refinement: the answer so far, its defect, and the work done."""
 
     value: Array
     k_value: Array

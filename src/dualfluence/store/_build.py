@@ -1,4 +1,4 @@
-"""Compute a kernel tile by tile into a store, resuming whatever is already there."""
+"""Compute a kernel tile by tile into a store, and continue one that an earlier call began."""
 
 import hashlib
 import math
@@ -47,7 +47,7 @@ from ._format import (
 from ._store import Store, open_store
 
 IN_FLIGHT = 2
-"""Tiles being written while the next is computed: what a kill can cost."""
+"""Tiles that may be being written while the next one is computed; a kill can lose them."""
 
 
 def build(
@@ -64,10 +64,10 @@ def build(
 ) -> Store:
     """Compute `K(x, x)` into the folder `path`, or finish what an earlier call began.
 
-    Tiles are written as they are computed; a kill or Ctrl-C at any moment costs at most the tiles
-    in flight, and calling again completes a bit-identical kernel. Only the upper triangle is
-    computed and stored. Several processes may call this with the same path: one builds, the others
-    wait for it, and if it dies one of them goes on.
+    Tiles are written as they are computed; a kill or Ctrl-C at any moment loses at most the tiles that
+    are being written, and another call completes the kernel, identical in every bit. Only the upper
+    triangle is computed and stored. Several processes may call this with the same path: one builds, the
+    others wait for it, and one of them continues if it dies.
 
     **Arguments:**
 
@@ -75,13 +75,12 @@ def build(
     - `path`: a folder, new, empty or with a store of the same model and points; any other is refused.
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)` that serve several outputs.
     - `tile`: points per side of a tile, by default such that a tile has 64 MiB.
-    - `dtype`: of storage: `"float16"` or `"bfloat16"` halve the disk, `store.error` says at what
-      price; by default that of the kernel.
-    - `verify`: check the tiles that are already there against their checksums, and recompute those
-      that do not match.
+    - `dtype`: of storage: by default that of the kernel. `"float16"` or `"bfloat16"` take half the
+      disk, with an error that `store.error` states.
+    - `verify`: compare existing tiles with their checksums, and recompute those that do not match.
     - `wait`: `False` raises `StoreError` at once if another process is building this store.
 
-    **Returns:** `Store`; `store.operator()` goes to `fit(..., kernel=...)`.
+    **Returns:** `Store`; pass `store.operator()` to `fit(..., kernel=...)`.
     """
     path = check_path("store", path)
     num_outputs = maybe(check_count, "store: num_outputs", num_outputs)
@@ -114,7 +113,8 @@ def build(
 
 
 def _find(path: Path, header: Header) -> Store | None:
-    """The store in `path`, if there is one; an error if it or the folder is another's."""
+    """The store in `path`, if there is one; an error if the store or the folder belongs to something
+    else."""
     if not (path / HEADER).exists():
         _check_empty(path)
         return None
@@ -129,7 +129,7 @@ def _find(path: Path, header: Header) -> Store | None:
 
 
 def _check_empty(path: Path) -> None:
-    """A folder with other things in it is not a place for thousands of files."""
+    """Raise for a folder with other files in it, because a store writes thousands of files."""
     if path.exists() and not path.is_dir():
         raise StoreError(f"store: {path} is a file. Give the path of a folder for the kernel.")
     names = sorted(p.name for p in path.iterdir()) if path.exists() else []
@@ -161,22 +161,24 @@ def _alone(path: Path, wait: bool, progress: bool | ProgressFn) -> Iterator[None
 
 @contextmanager
 def _in_words(path: Path) -> Iterator[None]:
-    """What the system refuses, full disks and read-only folders above all, as a `StoreError`."""
+    """Turn errors of the system, such as full disks and read-only folders, into a `StoreError`."""
     try:
         yield
     except FileError as error:
         if isinstance(error, StoreError):
             raise
-        raise StoreError(f"store: {error} What is done stays; the same call resumes it.") from error
+        raise StoreError(
+            f"store: {error} Finished tiles stay; the same call resumes the build."
+        ) from error
     except OSError as error:
         raise StoreError(
-            f"store: cannot write to {path}: {in_words(error)}. What is done stays; the same call "
-            "resumes it."
+            f"store: cannot write to {path}: {in_words(error)}. Finished tiles stay; the same call "
+            "resumes the build."
         ) from error
 
 
 def _clean(store: Store) -> None:
-    """Take away what a killed build left, and an array's description that is damaged."""
+    """Remove the files of a killed build, and a damaged description of the array."""
     kernel = store.path / "kernel"
     with _in_words(store.path):
         remove_stale(store.path)
@@ -196,9 +198,9 @@ def _check_space(store: Store, missing: list[tuple[int, int]]) -> None:
     free = shutil.disk_usage(store.path).free
     if needed > free:
         raise StoreError(
-            f"store: the disk of {store.path} is full: {needed / 2**30:.3g} GiB are still to be written "
-            f"and {free / 2**30:.3g} GiB are free. Free some space, give another path, or store in "
-            "dtype='float16'."
+            f"store: the disk of {store.path} is full: {needed / 2**30:.3g} GiB must still be "
+            f"written and {free / 2**30:.3g} GiB are free. Free some space, give another path, "
+            "or store in dtype='float16'."
         )
 
 
@@ -241,14 +243,14 @@ def _fill(
 
 
 def _wait_for(future: Any, path: Path) -> None:
-    """TensorStore says in a text of its own what the system refused."""
+    """Extract the error of the system from the message of TensorStore."""
     try:
         future.result()
     except Exception as error:
         refused = system_error(error)
         words = in_words(refused) if refused else _reason(str(error))
         raise StoreError(
-            f"store: cannot write to {path}: {words}. What is done stays; the same call resumes it."
+            f"store: cannot write to {path}: {words}. Finished tiles stay; the same call resumes the build."
         ) from error
 
 
@@ -309,7 +311,7 @@ def _header(
 
 
 def fingerprint(source: AbstractSource, x: np.ndarray) -> str:
-    """SHA-256 of the points and of every array (parameters) that the kernel is made of."""
+    """SHA-256 of the points and of every array (parameters) from which the kernel is computed."""
     total = hashlib.sha256()
     for array in [x, *jax.tree.leaves(eqx.filter(source, eqx.is_array_like))]:
         value = np.ascontiguousarray(np.asarray(array))

@@ -1,13 +1,13 @@
-"""What a kernel store is on disk.
+"""The format of a kernel store on disk.
 
     path/header.json          version, shapes, dtypes, fingerprint of the points and parameters
     path/kernel/              a zarr array, one uncompressed chunk per tile, upper triangle only
     path/tiles/3.7.json       checksum and storage error of tile (3, 7)
     path/build.lock           held by the process that builds; the system frees it when that ends
 
-Header and records carry a checksum of their own, and a record names its store and tile. A tile exists
-once its record does. That file is written last and renamed into place, and TensorStore renames
-chunks into place as well, so a kill at any moment leaves a store to resume.
+Header and records have checksums, and a record names its store and tile. A tile counts as written once
+its record exists. The record is written last and renamed into place, and TensorStore renames chunks
+into place as well. So after a kill at any moment the store can be resumed.
 """
 
 import math
@@ -29,12 +29,13 @@ HEADER, LOCK = "header.json", "build.lock"
 
 
 class StoreError(FileError):
-    """A store on disk is damaged, incomplete or of another model. The message says what to do."""
+    """A store on disk is damaged or incomplete, or belongs to another model. The message says what to
+    do."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that has to agree before a stored tile may be used."""
+    """The fields that must agree before a stored tile may be used."""
 
     num_points: int
     num_outputs: int
@@ -55,7 +56,7 @@ class Header:
 
     @cached_property
     def name(self) -> str:
-        """A digest of these fields: what records say they belong to."""
+        """A digest of these fields, by which records name their store."""
         return digest(np.frombuffer(seal(asdict(self)), np.uint8))
 
     @property
@@ -85,7 +86,8 @@ class Header:
         return entries * numpy_dtype(self.storage_dtype).itemsize
 
     def differences(self, other: "Header") -> list[str]:
-        """Names of fields that disagree; the probe only to the accuracy of another device."""
+        """Names of fields that disagree; the probe needs to agree only to the accuracy of another
+        device."""
         mine, theirs = asdict(self), asdict(other)
         probes = mine.pop("probe"), theirs.pop("probe")
         names = [name for name in mine if mine[name] != theirs[name]]
@@ -95,7 +97,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Record:
-    """What is known of one tile: that it is there, and how it can be told."""
+    """The record of one tile: it exists, and its checksums."""
 
     store: str  # name of the header it belongs to
     tile: tuple[int, ...]
@@ -147,7 +149,7 @@ def write_sealed(path: Path, content: dict[str, Any]) -> None:
 
 
 def word_sum(value: np.ndarray) -> int:
-    """Sum of the array's bytes as words of eight, modulo 2⁶⁴; those left over one by one."""
+    """Sum of the array's bytes as words of eight, modulo 2⁶⁴; remaining bytes are added one by one."""
     flat = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
     cut = flat.size - flat.size % 8
     words, rest = flat[:cut].view(np.uint64), flat[cut:]

@@ -32,9 +32,8 @@ PREFETCH = 2
 class Store:
     """A kernel on disk.
 
-    Every read of a tile is verified: the first in a process against its SHA-256, later ones against
-    the sum of its words, which a changed word cannot leave as it is and which costs little beside
-    the read.
+    Every read of a tile is verified: the first in a process by its SHA-256, later ones by the sum of
+    its words. The sum detects every single changed word and costs little compared with the read.
     """
 
     def __init__(self, path: Path, header: Header) -> None:
@@ -109,9 +108,9 @@ class Store:
             return read_record(self.record_path(tile), self.header, tile)
         except (Damaged, OSError, ValueError) as error:
             raise StoreError(
-                f"store: tile {tile} of {self.path} is missing or its record is damaged ({error}). Run "
-                "store.build again with the same model, points and path; it computes only what is "
-                "not there."
+                f"store: tile {tile} of {self.path} is missing or its record is damaged "
+                f"({error}). Run store.build again with the same model, points and path; it "
+                "computes only the missing tiles."
             ) from error
 
     def request(self, tile: tuple[int, int]) -> Any:
@@ -139,7 +138,7 @@ class Store:
         return value
 
     def is_recorded(self, tile: tuple[int, int]) -> bool:
-        """Whether the tile is there, by its record."""
+        """Whether the tile has a record."""
         try:
             self.record(tile)
         except StoreError:
@@ -147,7 +146,7 @@ class Store:
         return True
 
     def is_sound(self, tile: tuple[int, int]) -> bool:
-        """Whether the tile is there and matches its checksum."""
+        """Whether the tile exists and matches its checksum."""
         try:
             self.record(tile)
             self._sums.pop(tile, None)
@@ -166,8 +165,8 @@ class Store:
 class StoredOperator(AbstractKernelOperator):
     """`K` streamed from a `Store`: memory of a few tiles, one pass over the disk per product.
 
-    Each tile above the diagonal serves both of its places. Products accumulate in the dtype of the
-    vector, so a float32 store multiplies float64 vectors in float64.
+    Each tile above the diagonal is used for its mirror image too. Products accumulate in the dtype of
+    the vector, so a float32 store multiplies float64 vectors in float64.
     """
 
     store: Store = eqx.field(static=True)
@@ -237,7 +236,7 @@ class StoredOperator(AbstractKernelOperator):
         return np.broadcast_to(column, (header.num_points, header.num_outputs)).copy()
 
     def _tiles(self, order: list[tuple[int, int]]) -> Any:
-        """Verified tiles in order, the next ones already on their way."""
+        """Verified tiles in order, while the next ones are being read."""
         futures = {tile: self.store.request(tile) for tile in order[:PREFETCH]}
         for place, tile in enumerate(order):
             ahead = order[place + PREFETCH : place + PREFETCH + 1]

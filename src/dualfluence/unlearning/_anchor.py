@@ -1,6 +1,6 @@
-r"""What a stream of removals keeps from one factorisation.
+r"""The data that a stream of removals keeps from one factorisation.
 
-At an *anchor*, a state with curvature `W₀`, let $A = \lambda I + W_0K$. Its inverse is held as
+At an *anchor*, a state with curvature `W₀`, let $A = \lambda I + W_0K$. Its inverse is stored as
 
 $$N = KA^{-1} = \tfrac1\lambda\left(K - KR\,B^{-1}R^\top K\right),\qquad A^{-1} = \tfrac1\lambda(I - W_0N),$$
 
@@ -26,19 +26,20 @@ from ..problem._objective import Problem, State
 from ..solvers import SpectralPreconditioner, spectral_preconditioner
 
 MATRICES = 4
-"""Matrices of the size of `K` that a factorisation holds at once."""
+"""Number of matrices of the size of `K` that a factorisation holds at once."""
 
 BOUND_RANK = 512
-"""Columns of the sketch that bounds `ρᵀKρ`. Doubled, certificates tighten a little and cost more."""
+"""Columns of the sketch that bounds `ρᵀKρ`. With twice this value, certificates tighten a little and
+cost more."""
 
 KRYLOV_STEPS, KRYLOV_SHARE = 60, 0.95
-"""Steps of Lanczos' method for the norm of what the sketch leaves, and the share of that norm that a random
-start reaches but for a chance of `1.65√(n·c)·exp(−119√0.05)`, 5e-10 at 10⁴ (Kuczyński and Woźniakowski,
-1992, theorem 4.2). The power method reaches two thirds in as many."""
+"""Steps of Lanczos' method for the norm of what the sketch leaves, and the share of that norm that a
+random start reaches but for a chance of `1.65√(n·c)·exp(−119√0.05)`, 5e-10 at 10⁴ (Kuczyński and
+Woźniakowski, 1992, theorem 4.2). The power method attains two thirds in as many steps."""
 
 SLACK = 64.0
-"""Units of float32's rounding, over the norm of `L`, that a product with it may be off by. Doubled, nothing
-changes that matters: it is a thousandth of what the rest adds."""
+"""Assumed error of a product with `L`, in rounding units of float32 and relative to the norm of `L`. It
+is a thousandth of what the remainder adds."""
 
 PROBES, PROBE_SAFETY = 16, 2.0
 """Random vectors that measure how far `N` is from `KA⁻¹` row by row, and the factor on what they show:
@@ -46,11 +47,11 @@ PROBES, PROBE_SAFETY = 16, 2.0
 
 
 class Majorant(eqx.Module):
-    """`K ≼ LLᵀ + eI`, so that `ρᵀKρ` is bounded by a thin product; or `K` itself where it is small.
+    """`K ≼ LLᵀ + eI`, so that `ρᵀKρ` is bounded by a thin product; or `K` itself if it is small.
 
-    - `features`: `Lᵀ` in float32, which is read at every request; `None` for `K` itself.
+    - `features`: `Lᵀ` in float32, which every request reads; `None` for `K` itself.
     - `rest`: `e`, for `L` as it is stored.
-    - `slack`: what rounding of `Lᵀρ` can add to its norm, for a `ρ` of norm one.
+    - `slack`: how much rounding of `Lᵀρ` can add to its norm, for a `ρ` of norm one.
     """
 
     features: Float[Array, "r nc"] | None
@@ -58,7 +59,7 @@ class Majorant(eqx.Module):
     slack: Float[Array, ""]
 
     def square(self, op: AbstractKernelOperator, v: Float[Array, "n c"]) -> Float[Array, ""]:
-        """At least `vᵀKv`."""
+        """An upper bound on `vᵀKv`."""
         if self.features is None:
             return jnp.sum(v * op.mv(v))
         norm = jnp.linalg.norm(v)
@@ -72,7 +73,7 @@ class Anchor(eqx.Module):
     """A state's curvature and the explicit inverse that goes with it.
 
     - `op`: `K`.
-    - `problem`: the objective; later ones of the stream differ in their weights alone.
+    - `problem`: the objective; later ones of the stream differ only in their weights.
     - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric.
     - `hess`, `roots`: `W₀` and `R` of `W₀ = RRᵀ` in blocks, with the weights of the anchor.
     - `alpha`, `n_alpha`: `α` at the anchor, and `Nα`.
@@ -94,7 +95,7 @@ class Anchor(eqx.Module):
 
 
 def can_anchor(fitted: Fitted) -> bool:
-    """Whether the explicit inverse exists for this structure of `K` and fits the memory."""
+    """Whether the explicit inverse exists for this structure of `K` and fits into memory."""
     op, ref = fitted.kernel_op, fitted.reference
     if not op.has_entries or (ref is not None and ref.certified and not ref.proven):
         return False  # a network that was only found linear is looked at after every edit
@@ -121,7 +122,8 @@ def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
 
 
 def make_majorant(op: AbstractKernelOperator) -> Majorant:
-    """A sketch of a dense `K` and the norm of the rest; a Kronecker `K` multiplies fast as it is."""
+    """A sketch of a dense `K` and the norm of the remainder; a Kronecker `K` needs no sketch, because
+    its products are fast."""
     size = op.num_points * op.num_outputs
     if op.is_kronecker or size <= 4 * BOUND_RANK:
         return _itself(op)

@@ -1,4 +1,4 @@
-"""A desk for requests: every answer is as if retrained on what was asked so far, and on record."""
+"""A desk answers requests as if it had retrained after each one, and records them."""
 
 import secrets
 import threading
@@ -31,14 +31,14 @@ MODES = ("keep", "pseudonymise", "erase")
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Answer(Shown):
-    """What a request came to.
+    """The answer to a request.
 
     - `sequence`: its line of the ledger, or `None` for a preview.
-    - `certificate`: how far the model can be from retraining on what is left.
+    - `certificate`: how far the model can be from retraining on the remaining points.
     - `how`: closed form, further steps, or `edit`.
-    - `model`: the model after the request; parameters and predictions are computed when asked for.
+    - `model`: the model after the request; parameters and predictions are computed when you ask for them.
     - `model_digest`: its SHA-256.
-    - `seconds`: from request to answer, the disk included.
+    - `seconds`: time from request to answer, including the disk.
     """
 
     sequence: int | None
@@ -67,18 +67,18 @@ def open(
     head: str | None = None,
     clock: Callable[[], float] = time.time,
 ) -> "Desk":
-    """Open the desk of a model in a folder, replaying what its ledger holds.
+    """Open the desk of a model in a folder, and repeat the requests of its ledger.
 
     **Arguments:**
 
-    - `path`: folder of the ledger; made if it is not there. One desk at a time holds it.
-    - `fitted`: the model that the ledger began with, or one of its checkpoints.
+    - `path`: folder of the ledger; made if it does not exist. Only one desk at a time can hold it.
+    - `fitted`: the first model of the ledger, or one of its checkpoints.
     - `ids`: one name per training point, by default its position as text. A name is never used twice.
-    - `references`: what lines say of who asked: salted hashes (`"keep"`), row numbers (`"pseudonymise"`), or
-      nothing (`"erase"`).
-    - `drift`: without `until`, a request is answered to this share of `‖θ − θ₀‖`.
-    - `head`: `desk.head` of an earlier time, kept somewhere else. A ledger without that line, as one that was
-      cut before it, is refused.
+    - `references`: how lines identify the points of a request: by salted hashes (`"keep"`), row numbers
+      (`"pseudonymise"`), or not at all (`"erase"`).
+    - `drift`: the distance, as a share of `‖θ − θ₀‖`, to which requests without `until` are answered.
+    - `head`: an earlier `desk.head` that you kept somewhere else. A ledger without that line, for
+      example one that was cut before it, is refused.
     """
     return Desk(check_path("open", path), fitted, ids, references, drift, head, clock)
 
@@ -131,26 +131,26 @@ class Desk:
         self.close()
 
     def close(self) -> None:
-        """Let go of the ledger."""
+        """Release the ledger."""
         self.ledger.close()
 
     @property
     def model(self) -> Fitted:
-        """The model as it is now."""
+        """The present model."""
         return self.engine.fitted
 
     @property
     def certificate(self) -> Certificate:
-        """How far it can be from retraining."""
+        """How far the model can be from retraining."""
         return self.model.certificate
 
     @property
     def head(self) -> str:
-        """Hash of the last line. Kept somewhere else, it shows later whether the ledger was cut."""
+        """Hash of the last line. Keep it somewhere else; later it shows whether the ledger was cut."""
         return self.ledger.last_hash
 
     def remove(self, ids: Any, *, until: float | None = None) -> Answer:
-        """Leave points out for good, to a certified distance of at most `until`."""
+        """Remove points permanently, with a certified distance to retraining of at most `until`."""
         return self._answer("remove", _listed(ids), {}, until)
 
     def relabel(self, ids: Any, targets: Any, *, until: float | None = None) -> Answer:
@@ -179,7 +179,7 @@ class Desk:
     def preview(
         self, ids: Any, *, kind: str = "remove", until: float | None = None, **arrays: Any
     ) -> Answer:
-        """What a request would come to. Nothing is written, nothing changes."""
+        """The answer that a request would get. Nothing is written, nothing changes."""
         start = time.perf_counter()
         given = {
             name: self._rows(value) if name == "x" else np.asarray(value)
@@ -210,7 +210,7 @@ class Desk:
         return path
 
     def retrain(self) -> Answer:
-        """Train from scratch on what is left, to what the dtype can give."""
+        """Train from scratch on the remaining points, as accurately as the dtype allows."""
         start = time.perf_counter()
         with self._turn:
             work = self.engine.retrained()
@@ -221,7 +221,7 @@ class Desk:
         return _answered(number, work, after, start)
 
     def record_publication(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Write what a release of perturbed parameters spent."""
+        """Record the cost of a publication of perturbed parameters."""
         with self._turn:
             certificate = self.certificate
             return self._record(
@@ -278,7 +278,7 @@ class Desk:
         return points, digest_of(work.fitted, points.root)
 
     def _purged(self) -> tuple[Fitted, str]:
-        """What a checkpoint saves, and its digest."""
+        """The model that a checkpoint saves, and its digest."""
         fitted = self.model.without_spare_rows()
         gone = (fitted.data.sample_weights == 0).any()
         fitted = fitted.purge() if gone else fitted
@@ -372,9 +372,10 @@ class Desk:
             if (points.root, own) == (line["points"], line["model_after"]):
                 return points, own, line["sequence"]
         raise LedgerError(
-            f"ledger: {self.ledger.path} is about another model or other data: neither its first line nor "
-            "a checkpoint has the digest of the one given. Give the model it began with, or its last "
-            "checkpoint; for a checkpoint the folder must have the file points-….npz that was made with it."
+            f"ledger: {self.ledger.path} is about another model or other data: neither its first "
+            "line nor a checkpoint has the digest of this model. Give its first model, or its "
+            "last checkpoint; for a checkpoint the folder must have the file points-….npz that "
+            "was made with it."
         )
 
     def _replay(self, line: dict[str, Any]) -> None:
@@ -413,8 +414,9 @@ class Desk:
         number, retained = line["sequence"], _retained(fitted)
         if (points.root, retained) != (line["points"], line["retained"]):
             raise LedgerError(
-                f"ledger: replaying line {number} gives other data than it says: {retained} points where it "
-                f"has {line['retained']}, or other features or targets. Was another model given to open?"
+                f"ledger: replaying line {number} gives other data than the line records: "
+                f"{retained} points where it has {line['retained']}, or other features or "
+                "targets. Was another model given to open?"
             )
         if after == line["model_after"]:
             return
@@ -422,12 +424,13 @@ class Desk:
         slack = float(np.sqrt(np.finfo(fitted.offset.dtype).eps))
         if not abs(own - claimed) <= slack * abs(claimed):
             raise LedgerError(
-                f"ledger: replaying line {number} gives another model than it says: a norm of "
-                f"{own:.9g} instead of {claimed:.9g}. Were other data or settings given to open?"
+                f"ledger: replaying line {number} gives another model than the line records: a "
+                f"norm of {own:.9g} instead of {claimed:.9g}. Were other data or settings given "
+                "to open?"
             )
         self.notes.append(
-            f"line {number} was made by other software, another device or another number of "
-            "threads; replayed here it differs in rounding"
+            f"line {number} was made by other software, on another device or with another number "
+            "of threads; its result here differs in rounding"
         )
 
     def _file_of(self, number: int) -> Path:
@@ -435,7 +438,7 @@ class Desk:
 
 
 def plain_certificate(certificate: Certificate) -> dict[str, Any]:
-    """The certificate's numbers for JSON; a bound that there is not is `null`."""
+    """The certificate's numbers for JSON; a missing bound is `null`."""
     bound = certificate.distance_bound
     return {
         "distance_bound": bound if np.isfinite(bound) else None,

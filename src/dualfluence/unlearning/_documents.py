@@ -8,22 +8,24 @@ from typing import Any
 from .._support.files import write_atomically
 
 GUARANTEE = (
-    "The model is within the stated distance, in its parameters (for a kernel: in the norm of its function "
-    "space), of the model that training from scratch on the retained points would give. Rounding is "
-    "estimated to first order and is part of the bound."
+    "The model is within the stated distance, in its parameters (for a kernel: in the norm of "
+    "its function space), of the model that training from scratch on the retained points would "
+    "give. The bound includes rounding, estimated to first order."
 )
 
 NOT_COVERED = (
-    "Networks that are not linear in their parameters: the statement is about the linearised model.",
-    "The parameters at which a network was linearised, if they were trained on the removed points.",
+    "Networks that are not linear in their parameters. The statement is about the linearised "
+    "model.",
+    "Parameters at which a network was linearised, if they were trained on the removed points.",
     "Copies elsewhere: backups, logs, caches, exports, and the operator's own data.",
     "Models and predictions already published.",
-    "Choices made with the removed points: architecture, ridge, features, which points to keep.",
+    "Choices that were made with the removed points: architecture, ridge, features, which "
+    "points to keep.",
 )
 
 
 def write_documents(line: dict[str, Any], folder: Any) -> dict[str, Path]:
-    """Write both documents of a ledger's line into `folder`; returns their paths."""
+    """Write both documents of a line of the ledger into `folder`, and return their paths."""
     stem = f"certificate-{line['sequence']:08d}"
     paths = {kind: Path(folder) / f"{stem}.{kind}" for kind in ("json", "html")}
     document = {"line": line, "guarantee": GUARANTEE, "not_covered": list(NOT_COVERED)}
@@ -42,7 +44,8 @@ def sign_documents(folder: Any, signature: Any, private_key: Any) -> None:
     # Every file of the folder is signed: one that comes later would make the signature invalid.
     if Path(signature).resolve().is_relative_to(Path(folder).resolve()):
         raise ValueError(
-            f"sign_documents: the signature must lie outside of the folder that it signs, got {signature}."
+            "sign_documents: the signature must be outside the folder that it signs, got "
+            f"{signature}."
         )
     try:
         from model_signing import signing  # type: ignore[import-not-found]

@@ -1,6 +1,6 @@
 """Systems of a few equations without a library call.
 
-A call of LAPACK's counterpart on a GPU takes longer than the whole step that a 10×10 system belongs to.
+On a GPU, a library call for a 10×10 system takes longer than the whole step that needs it.
 """
 
 import jax
@@ -8,13 +8,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 LARGEST = 32
-"""Equations up to which elimination is written out. Doubled, programs take four times as long to compile."""
+"""Largest number of equations for which elimination is written out. With twice this value, programs
+take four times as long to compile."""
 
 
 def solve_small(A: Float[Array, "c c"], B: Float[Array, "c k"]) -> Float[Array, "c k"]:
     """`A⁻¹B` for a symmetric positive definite `A` by Gauss–Jordan elimination, written out.
 
-    Such a matrix needs no search for pivots, which would be half of the kernels. By LAPACK if `A` is large.
+    Such a matrix needs no search for pivots, which would be half of the GPU kernels. By LAPACK if `A`
+    is large.
     """
     c = A.shape[0]
     if c > LARGEST:

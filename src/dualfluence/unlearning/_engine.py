@@ -1,13 +1,14 @@
-"""Requests turned into states: by the anchor's inverse where that is near enough, else by `edit`.
+"""Turns requests into states: by the inverse of the anchor if it is accurate enough, else by `edit`.
 
-The rule is a function of the requests alone, never of clocks, so that a replay decides the same:
+The rule depends only on the requests, never on time, so that a replay decides in the same way:
 
-- A removal of up to `MAX_BATCH` points takes the closed form from the anchor's inverse.
-- Where its certificate exceeds the limit, steps with the same inverse follow as long as each halves the
-  bound; then true products with `K` instead of estimates; then `edit`, after which the inverse is made anew.
-- The inverse is made anew as well after `MAX_GONE` points.
-- Every other request goes through `edit`. It leaves the inverse behind; removals go through `edit` too until
-  `REFRESH_AFTER` of them have come, and the next one makes a new inverse.
+- A removal of up to `MAX_BATCH` points takes the closed form from the inverse of the anchor.
+- If its certificate exceeds the limit, steps with the same inverse follow as long as each halves the
+  bound. Then true products with `K` replace estimates. Then `edit` answers, and the inverse is computed
+  again.
+- The inverse is also computed again after `MAX_GONE` points.
+- Every other request goes through `edit`. The inverse is then no longer valid. The next `REFRESH_AFTER`
+  removals go through `edit` too, and the one after them makes a new inverse.
 """
 
 from collections.abc import Sequence
@@ -28,26 +29,28 @@ from ._programs import Found, Programs
 from ._quick import Gone, committed, nothing_gone
 
 MAX_BATCH = 16
-"""Points in one request up to which each is left out by itself. Doubled, larger requests avoid `edit`."""
+"""Requests with at most this number of points leave out each point separately. With twice this value,
+larger requests avoid `edit`."""
 
 MAX_GONE = 256
-"""Points left out since the last factorisation. Doubled, each removal reads twice as much in the end."""
+"""Largest number of points left out since the last factorisation. With twice this value, the last
+removals read twice as much."""
 
 MAX_POLISH = 6
 """Steps with the old inverse before a new one is made."""
 
 REFRESH_AFTER = 8
-"""Removals by `edit` after which an inverse pays: it costs about as much as so many of them."""
+"""Number of removals by `edit` that cost about as much as an inverse."""
 
 
 class Work(NamedTuple):
     """Everything that a request may change.
 
-    - `fitted`: the model as it is.
-    - `anchor`, `gone`: the inverse and what was eliminated from it; `None` where there is none.
-    - `programs`: what is compiled for the anchor.
+    - `fitted`: the present model.
+    - `anchor`, `gone`: the inverse, and the points eliminated from it; `None` where there is none.
+    - `programs`: the compiled programs of the anchor.
     - `shares`: weights at the anchor, which sum to one.
-    - `edits`: removals by `edit` since the inverse was lost.
+    - `edits`: number of removals by `edit` since the inverse became invalid.
     - `how`: how the last request was answered.
     """
 
@@ -61,7 +64,7 @@ class Work(NamedTuple):
 
 
 class Engine:
-    """A model that answers requests; `propose` computes, `accept` makes it so."""
+    """A model that answers requests; `propose` computes an answer, `accept` makes it the state."""
 
     def __init__(self, fitted: Fitted, *, drift: float = 1e-2) -> None:
         self.drift = drift
@@ -101,7 +104,8 @@ class Engine:
         return self._left_out(work, points, edits, until)
 
     def retrained(self) -> Work:
-        """The model trained from scratch on what is left; the inverse is made anew by the rule."""
+        """The model trained from scratch on the remaining points; the rule decides when the inverse is
+        computed again."""
         with self._scope:
             fitted = self.fitted.retrain([], progress=False).commit()
         return _without_inverse(fitted, 0, "retraining")
@@ -162,7 +166,7 @@ class Engine:
         found = programs.measure(found.state.alpha, data.weights)
         certificate = found.certificate(ridge)
         if certificate.distance_bound <= limit:
-            how = f"closed form, {step} steps more, true products"
+            how = f"closed form, {step} more steps, true products"
             return _settled(work, data, found.state, certificate, how)
         # Where the steps failed altogether, from where they began.
         good = np.isfinite(certificate.distance_bound)
@@ -175,7 +179,7 @@ class Engine:
         return _without_inverse(fitted, self.work.edits + 1, "edit")
 
     def _limit(self, certificate: Certificate, until: float | None) -> float:
-        """What the dual variables' own bound may be: `until` less the gap, or the drift allowed."""
+        """The limit for the bound of the dual variables: `until` less the gap, or the allowed drift."""
         if until is None:
             return self.drift * certificate.parameter_norm
         left = self.fitted._remaining(until)
@@ -186,7 +190,7 @@ class Engine:
 def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
     """A new inverse at the state of `fitted`, with the dual variables of removed points exactly zero.
 
-    The bound of `K` is that of the last anchor where `K` is the same.
+    If `K` is the same, it keeps the bound of `K` of the last anchor.
     """
     with double(fitted.is_wide):
         return _anchored(fitted.without_spare_rows(), last)

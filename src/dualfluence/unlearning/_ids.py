@@ -1,4 +1,5 @@
-"""Names of training points: chosen by the user, used once, known to files by salted hash only."""
+"""Names of training points. The user chooses them, each is used once, and files contain only their
+salted hashes."""
 
 import secrets
 from collections.abc import Iterable
@@ -38,7 +39,7 @@ def as_names(num_points: int, ids: Iterable[Any] | None) -> list[str]:
 
 
 class Ids:
-    """Which row a name stands for. A removed name stays known, so that it cannot come back."""
+    """The row of each name. Removed names are remembered, so that they cannot be used again."""
 
     def __init__(self, names: list[str], salt: bytes, sample_weights: np.ndarray) -> None:
         self._salt = salt
@@ -49,11 +50,11 @@ class Ids:
         self._names = {row: each for each, row in self._rows.items() if row is not None}
 
     def reference(self, name: Any) -> str:
-        """The salted hash that files know a name by."""
+        """The salted hash of a name, as in files."""
         return reference(self._salt, as_name(name))
 
     def rows(self, names: list[Any]) -> list[int]:
-        """Rows of names, or an error for one that is unknown, gone or given twice."""
+        """Rows of names, or an error for a name that is unknown, removed or given twice."""
         if not names:
             raise ValueError("ids: give at least one name.")
         texts = [as_name(name) for name in names]
@@ -72,7 +73,9 @@ class Ids:
             raise ValueError("ids: give one name for each new point, all different.")
         for text in texts:
             if self.reference(text) in self._rows:
-                raise ValueError(f"ids: {text!r} has been used; a name never comes back.")
+                raise ValueError(
+                    f"ids: {text!r} has been used before; a name can be used only once."
+                )
 
     def add(self, names: list[Any], first: int) -> None:
         self.add_references([self.reference(name) for name in names], first)
@@ -84,7 +87,7 @@ class Ids:
             self._names[first + i] = each
 
     def remove(self, rows: list[int]) -> None:
-        """Their names stand for nothing from now on."""
+        """From now on their names belong to no point."""
         for row in rows:
             self._rows[self._names.pop(row)] = None
 
@@ -102,18 +105,18 @@ class Ids:
 
 
 def read_salt(path: Path, *, new: bool) -> bytes:
-    """The folder's secret, readable by its owner alone; made where the ledger is `new`.
+    """The secret of the folder, readable only by its owner; made if the ledger is `new`.
 
-    An empty file beside an empty ledger is what a kill at the first start can leave. No name was hashed
-    with it, so that a new salt takes its place.
+    A kill at the first start can leave an empty file beside an empty ledger. No name was hashed with
+    it, so a new salt replaces it.
     """
     found = path.exists()
     if found and not (new and path.stat().st_size == 0):
         return _read_salt(path)
     if not new:
         raise FileError(
-            f"desk: {path} is gone, and without it no name of the ledger can be found. Restore it from "
-            "a copy."
+            f"desk: {path} is missing, and without it no name of the ledger can be found. "
+            "Restore it from a copy."
         )
     salt = secrets.token_bytes(32)
     write_atomically(path, lambda file: file.write(salt.hex().encode("ascii")), private=True)
@@ -125,7 +128,7 @@ def _read_salt(path: Path) -> bytes:
         salt = bytes.fromhex(path.read_text("ascii"))
     except PermissionError as error:
         raise FileError(
-            f"desk: {path} is readable by its owner alone. Open the desk as that user."
+            f"desk: {path} can be read only by its owner. Open the desk as that user."
         ) from error
     except ValueError:
         salt = b""

@@ -1,8 +1,8 @@
-"""An append-only file of what was asked and answered; every line names the hash of the one before.
+"""An append-only file of requests and answers; every line contains the hash of the line before.
 
-A line is one JSON object. Its `hash` is the SHA-256 of its other fields. What refers to persons is in
-the field `references`, which the hash covers by a commitment only (`references_hash`), so that references can
-be erased or replaced later and the chain stays verifiable.
+A line is one JSON object. Its `hash` is the SHA-256 of its other fields. References to persons are in
+the field `references`. The hash covers them only by a commitment (`references_hash`), so references can
+be erased or replaced later and the chain can still be verified.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from .._support.files import FileError, fcntl, in_words, write_atomically
 
 References = Literal["keep", "pseudonymise", "erase"]
-"""What becomes of a request's references: kept as salted hashes, replaced by numbers, or dropped."""
+"""The treatment of references: kept as salted hashes, replaced by numbers, or dropped."""
 
 START = "0" * 64
 """The hash before the first line."""
@@ -55,24 +55,24 @@ FIELDS = frozenset(
 """All fields of a line."""
 
 CHANGE_ROWS = frozenset(("relabel", "correct", "add"))
-"""Requests that bring rows of their own; no other may change the commitment to the rows."""
+"""Requests that bring new rows; no other request may change the commitment to the rows."""
 
 CHANGE_COUNT = {"remove": -1, "add": 1}
-"""What a request does to the number of points, for each point in it."""
+"""Change of the number of points by a request, for each point in it."""
 
 
 class LedgerError(FileError):
-    """A ledger was changed, is held by another writer, or cannot be written."""
+    """A ledger was changed, is in use by another writer, or cannot be written."""
 
 
 def canonical(value: Any) -> bytes:
-    """The one way in which a value is written: keys in order, no spaces, no NaN."""
+    """The canonical text of a value: keys in order, no spaces, no NaN."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8")
 
 
 def digest(*parts: bytes) -> str:
-    """SHA-256 of the parts, each with its length, so that none can run into the next."""
+    """SHA-256 of the parts, each with its length, so that different parts cannot give the same bytes."""
     found = hashlib.sha256()
     for part in parts:
         found.update(len(part).to_bytes(8, "big"))
@@ -86,18 +86,19 @@ def reference(salt: bytes, name: str) -> str:
 
 
 def seal(fields: dict[str, Any]) -> dict[str, Any]:
-    """The line with its hash, which covers every field but the references themselves."""
+    """The line with its hash, which covers every field except the references themselves."""
     covered = {name: value for name, value in fields.items() if name not in ("references", "hash")}
     return {**fields, "hash": hashlib.sha256(canonical(covered)).hexdigest()}
 
 
 def commit_references(names: list[str], blind: str) -> str:
-    """What the chain says of references: a hash that no one can guess them from once `blind` is gone."""
+    """The commitment to references in the chain: a hash from which nobody can guess them once `blind`
+    is deleted."""
     return digest(blind.encode(), canonical(names))
 
 
 def missing_head(head: Any, hashes: list[str]) -> str | None:
-    """Why no line has the hash that somebody kept, in words, or `None` where one has."""
+    """An explanation if no line has the hash that somebody kept, else `None`."""
     if not isinstance(head, str) or not HASH.fullmatch(head):
         raise ValueError(
             f"head: expected the hash of a line, 64 hexadecimal digits in lower case, got {head!r}."
@@ -132,8 +133,9 @@ def check_line(raw: bytes, number: int, before: str) -> dict[str, Any]:
         raise refuse("its hash is not that of its fields")
     if fields.get("format") != FORMAT:
         raise LedgerError(
-            f"ledger: line {number} has format {fields.get('format')!r}, this release reads {FORMAT!r}. "
-            "Open it with the release that wrote it, or begin a ledger in another folder."
+            f"ledger: line {number} has format {fields.get('format')!r}, this release reads "
+            f"{FORMAT!r}. Open it with the release that wrote it, or start a new ledger in "
+            "another folder."
         )
     if set(fields) != FIELDS:
         raise refuse("it does not have the fields of a line")
@@ -143,11 +145,11 @@ def check_line(raw: bytes, number: int, before: str) -> dict[str, Any]:
 
 
 NEEDED = ("kind", "count", "retained", "points", "model_before", "model_after")
-"""Fields that a line is held to by the line before it."""
+"""Fields that the line before determines."""
 
 
 def contradiction(line: dict[str, Any], last: dict[str, Any] | None) -> str | None:
-    """What a line says that cannot be true after the line before it, in words; hashes do not see it."""
+    """A contradiction between a line and the line before it, in words; hashes do not detect it."""
     missing = [name for name in NEEDED if name not in line]
     if missing:
         return f"it has no {', '.join(missing)}"
@@ -155,13 +157,13 @@ def contradiction(line: dict[str, Any], last: dict[str, Any] | None) -> str | No
     if (last is None) != (kind == "open"):
         return "only the first line opens a ledger"
     if type(count) is not int or type(line["retained"]) is not int or line["retained"] < 1:
-        return "its numbers of points are no numbers of points"
+        return "its numbers of points are not valid"
     if last is None:
         return None
     if line["model_before"] != last["model_after"]:
-        return "it starts from another model than the line before ends with"
+        return "it starts from another model than that at the end of the line before"
     if kind == "remove" and line["model_after"] == line["model_before"]:
-        return "it removes points and leaves the model as it was"
+        return "it removes points but does not change the model"
     if line["retained"] != last["retained"] + CHANGE_COUNT.get(kind, 0) * count:
         return f"it leaves {line['retained']} points of {last['retained']}"
     if kind not in CHANGE_ROWS and line["points"] != last["points"]:
@@ -191,7 +193,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
     """All whole lines, the bytes they take, and whether a torn line follows them.
 
-    A line without its end is what a crash leaves; it was never acknowledged.
+    A crash can leave a line without its end; such a line was never acknowledged.
     """
     raw = path.read_bytes() if path.exists() else b""
     whole = raw.rfind(b"\n") + 1
@@ -201,17 +203,17 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
         wrong = contradiction(lines[-1], lines[-2] if number > 1 else None)
         if wrong is not None:
             raise LedgerError(
-                f"ledger: line {number} contradicts the line before it: {wrong}. No desk writes such a "
-                "line; the file was forged. Restore it from a copy."
+                f"ledger: line {number} contradicts the line before it: {wrong}. A desk does not "
+                "write such a line; the file was forged. Restore it from a copy."
             )
         before = lines[-1]["hash"]
     return lines, whole, whole < len(raw)
 
 
 def erase_references(path: Path, numbers: list[int]) -> None:
-    """Drop the references of lines, for good; every hash of the chain stays as it is.
+    """Drop the references of lines permanently; no hash of the chain changes.
 
-    No desk may hold the ledger. A replay then needs a checkpoint from after these lines.
+    Close every desk of the ledger first. A replay then needs a checkpoint that was made after these lines.
     """
     ledger = Ledger(path)
     try:
@@ -230,9 +232,9 @@ def erase_references(path: Path, numbers: list[int]) -> None:
 
 
 class Ledger:
-    """The file, held by one writer until `close`.
+    """The file of a ledger, locked by one writer until `close`.
 
-    - `lines`: what it says.
+    - `lines`: its content.
     - `torn`: whether a torn last line was dropped when it was opened.
     """
 
@@ -266,7 +268,7 @@ class Ledger:
             raise LedgerError(f"ledger: {wrong} ({self.path}). Restore the file from a copy.")
 
     def append(self, **fields: Any) -> dict[str, Any]:
-        """Write one line and wait until the disk has it; after a failure the file is as it was."""
+        """Write one line and wait until the disk has it; after a failure the file is unchanged."""
         line = seal({**fields, "sequence": len(self.lines) + 1, "before": self.last_hash})
         wrong = contradiction(line, self.lines[-1] if self.lines else None)
         if wrong is not None:
@@ -284,7 +286,7 @@ class Ledger:
         return line
 
     def close(self) -> None:
-        """Let go of the file and its lock."""
+        """Release the file and its lock."""
         self._file.close()
 
     def _write(self, raw: bytes) -> None:
@@ -301,11 +303,12 @@ class Ledger:
     def _lock(self) -> None:
         if fcntl is None:
             raise LedgerError(
-                "ledger: this system has no file locks, so that one writer cannot be sure."
+                "ledger: this system has no file locks, so two writers cannot be excluded."
             )
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise LedgerError(
-                f"ledger: {self.path} is held by another writer. Send requests to that one, or stop it."
+                f"ledger: {self.path} is in use by another writer. Send requests to that "
+                "process, or stop it."
             ) from None

@@ -1,7 +1,7 @@
-r"""How well a method forgets: KLOM and membership inference.
+r"""Measures of forgetting: KLOM and membership inference.
 
-Each compares what an unlearning method gives with what retraining gives, over models that differ in their
-seeds. Retraining against retraining, with other seeds, is the floor of every measure.
+Each compares the models of an unlearning method with retrained models, over several seeds. The floor of
+every measure is retraining compared with retraining, with other seeds.
 """
 
 from typing import Any
@@ -16,7 +16,8 @@ BINS = 20
 """Bins of equal width over the joint range."""
 
 FLOOR = 1e-5
-"""Smallest share of a bin of the retrained models. Halved, bins that they miss weigh `log 2` more."""
+"""Smallest share of a bin of the retrained models. With half this value, bins that they miss weigh `log
+2` more."""
 
 
 def margins(
@@ -58,7 +59,8 @@ def _klom_of(first: np.ndarray, second: np.ndarray) -> float:
 
 
 def membership_auc(members: Any, others: Any) -> float:
-    """Chance that a score of `members` exceeds one of `others`, ties counted half; ½ tells nothing."""
+    """Probability that a score of `members` exceeds one of `others`; ties count half. A value of ½
+    means that the groups cannot be distinguished."""
     a, b = np.ravel(members), np.ravel(others)
     if a.size == 0 or b.size == 0:
         raise ValueError("membership_auc: both groups need at least one score.")

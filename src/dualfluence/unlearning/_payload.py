@@ -1,4 +1,4 @@
-"""What a request brings along: new features and labels, kept beside the ledger until a checkpoint."""
+"""The data of a request: new features and labels, kept beside the ledger until a checkpoint."""
 
 import hashlib
 import io
@@ -17,7 +17,7 @@ from ._ledger import LedgerError, digest
 
 @in_own_precision
 def digest_of(fitted: Fitted, root: str = "") -> str:
-    """SHA-256 of what the model is, given its kernel: loss, ridge, weights, dual variables and offsets.
+    """SHA-256 of a model, given its kernel: loss, ridge, weights, dual variables and offsets.
 
     `root` is that of the commitments to its features and targets, for a model with a desk.
     """
@@ -40,8 +40,8 @@ def edits_of(kind: str, rows: list[int], arrays: dict[str, np.ndarray]) -> list[
     if kind == "add":
         return [Add(arrays["x"], arrays["targets"])]
     raise LedgerError(
-        f"ledger: {kind!r} is no request that this version knows (remove, relabel, correct, add). "
-        "Was the line written by a later one?"
+        f"ledger: {kind!r} is not a request of this version (remove, relabel, correct, add). Was "
+        "the line written by a later version?"
     )
 
 
@@ -74,8 +74,8 @@ def read_payload(
         return None
     if not path.exists():
         raise LedgerError(
-            f"ledger: {path.name}, the contents of line {number}, is gone. Open the desk with the "
-            "checkpoint that was made after it."
+            f"ledger: {path.name}, the contents of line {number}, is missing. Open the desk with "
+            "the checkpoint that was made after it."
         )
     raw = path.read_bytes()
     if hashlib.sha256(raw).hexdigest() != expected:

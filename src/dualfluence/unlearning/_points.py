@@ -1,9 +1,9 @@
 """Commitments to the rows that a model was trained on.
 
-Every row has one hash of its features, its target and a blind. The blind is a keyed hash of the same, so
-that it takes the desk's salt to make it and a new target gets another one. Lines of the ledger have
-the hash over all of them, the *root*. A commitment stays when its row is purged, and without the blind nobody
-can guess the row from it; so the root outlives the row.
+Every row has one hash of its features, its target and a blind. The blind is a keyed hash of the same
+data, so only the salt of the desk can make it, and a new target gets a new blind. Lines of the ledger
+contain the hash over all commitments, the *root*. A commitment stays when its row is purged, and
+without the blind nobody can guess the row from it.
 """
 
 import hashlib
@@ -35,14 +35,14 @@ class Points:
 
     @classmethod
     def of(cls, salt: bytes, data: TrainingSet, stored: np.ndarray | None = None) -> "Points":
-        """Commitments to all rows; those of purged rows, which are gone, as they are `stored`."""
+        """Commitments to all rows; those of purged rows are taken from `stored`."""
         found = _commitments(salt, data, range(data.num_points))
         if stored is not None and data.purged is not None and len(stored) >= len(found):
             found[data.purged] = stored[data.purged]
         return cls(salt, found)
 
     def after(self, data: TrainingSet, changed: Iterable[int]) -> "Points":
-        """The commitments where the rows `changed`, which may be new, are those of `data`."""
+        """The commitments after the rows `changed`, which may be new, are replaced by those of `data`."""
         changed = list(changed)
         more = data.num_points - len(self.commitments)
         commitments = np.pad(self.commitments, ((0, more), (0, 0)))
@@ -50,7 +50,7 @@ class Points:
         return Points(self._salt, commitments)
 
     def witnesses(self, data: TrainingSet) -> dict[str, np.ndarray]:
-        """Commitments, and blinds of the points that have a weight, for whoever checks these rows."""
+        """Commitments, and blinds of the points that have a weight, for a check of these rows."""
         blinds = np.zeros_like(self.commitments)
         kept = np.flatnonzero(data.sample_weights > 0).tolist()
         blinds[kept] = _rows_of(
@@ -60,19 +60,19 @@ class Points:
         return {"commitments": self.commitments, "blinds": blinds}
 
     def write(self, folder: Path) -> Path:
-        """Keep the commitments: those of purged rows cannot be made again."""
+        """Store the commitments, because those of purged rows cannot be computed again."""
         path, header = path_of(folder, self.root), {"format": FORMAT, "version": VERSION}
         write_archive(path, header, {"commitments": self.commitments})
         return path
 
 
 def path_of(folder: Path, root: str) -> Path:
-    """The file that has the commitments with this root."""
+    """The file of the commitments with this root."""
     return folder / f"points-{root[:16]}.npz"
 
 
 def read_commitments(folder: Path, root: str) -> np.ndarray | None:
-    """What `write` wrote, checked against the root; `None` where there is no such file."""
+    """The commitments that `write` stored, checked with the root; `None` if there is no such file."""
     path = path_of(folder, root)
     if not path.exists():
         return None

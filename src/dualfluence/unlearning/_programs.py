@@ -1,8 +1,7 @@
-"""The programs of a stream of removals: one call a point, and one small array back.
+"""The programs of a stream of removals: each point takes one call, which returns one small array.
 
-Everything is on the device already, the number of every point included: on one H200 a request waits
-0.2 ms for four numbers to arrive there. On a CPU the step itself is NumPy's and the certificate alone a
-program.
+All data are on the device already, even the number of every point, because sending four numbers to an
+H200 takes 0.2 ms. On a CPU NumPy computes the step, and only the certificate is a program.
 """
 
 from functools import cached_property, lru_cache
@@ -32,20 +31,21 @@ from ._quick import (
 
 
 class Found(NamedTuple):
-    """A state, its residual, and the certificate's three norms, which nobody has waited for yet."""
+    """A state, its residual, and the three norms of the certificate, which may still be being computed."""
 
     state: State
     rho: Array
     norms: Array
 
     def certificate(self, ridge: float) -> Certificate:
-        """On the host: the one wait of a request."""
+        """The norms on the host; this is the only wait of a request."""
         gradient, rounding, parameters = np.asarray(self.norms).tolist()
         return Certificate(gradient, rounding, parameters, ridge)
 
 
 class RequestPrograms(NamedTuple):
-    """One point less, one step more, judgement as it is, and judgement with products of its own."""
+    """The programs: remove one point, take one step, and compute the certificate, with or without new
+    products."""
 
     less: Any
     polish: Any
@@ -71,7 +71,8 @@ class Programs:
         shares: np.ndarray,
         weights: np.ndarray,
     ) -> tuple[Gone, Found]:
-        """Points one after another. `shares` are all of the anchor's, `weights` the samples' until now."""
+        """Points one after another. `shares` are those of the anchor, `weights` the present sample
+        weights."""
         if gone.on_host:
             left = np.where(weights > 0, shares, 0)
             return self._left_on_host(gone, state, points, left)
@@ -88,9 +89,10 @@ class Programs:
         return gone, found
 
     def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
-        """One step on what is left of the residual by the anchor's inverse: one read of `N`, none of `K`.
+        """One step on the remaining residual with the inverse of the anchor. It reads `N` once and does
+        not read `K`.
 
-        `left` are the shares of the anchor's weights that are left.
+        `left` are the shares of the remaining points in the weights of the anchor.
         """
         if gone.on_host:
             return self._polished_on_host(gone, found, left)
@@ -98,7 +100,7 @@ class Programs:
         return self._run.polish(*held, found.state, found.rho, *self._arrays)
 
     def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
-        """The same dual variables with products of their own: no drift, and `ρᵀKρ` itself."""
+        """The same dual variables with new products: without drift, and with `ρᵀKρ` itself."""
         return self._run.measure(alpha, self._cast(weights), *self._arrays)
 
     def _left_on_host(

@@ -1,9 +1,9 @@
 r"""Certified removal: Gaussian perturbation calibrated to the certificate.
 
 Publish $\theta + \xi$, $\xi\sim N(0,\sigma^2I)$. The unlearned $\theta_u$ is within $\Delta$ of the
-retrained optimum $\theta_r$ (the certificate), so telling $\theta_u+\xi$ from $\theta_r+\xi$ is telling
-$N(0,1)$ from $N(\mu,1)$ with $\mu\le\Delta/\sigma$: $\mu$-Gaussian indistinguishability (Dong, Roth and
-Su, 2022), and $(\epsilon,\delta)$ by the exact curve
+retrained optimum $\theta_r$ (the certificate), so distinguishing $\theta_u+\xi$ from $\theta_r+\xi$ is
+distinguishing $N(0,1)$ from $N(\mu,1)$ with $\mu\le\Delta/\sigma$: $\mu$-Gaussian indistinguishability
+(Dong, Roth and Su, 2022), and $(\epsilon,\delta)$ by the exact curve
 
 $$\delta(\epsilon) = \Phi\!\left(\tfrac\mu2-\tfrac\epsilon\mu\right)
   - e^\epsilon\,\Phi\!\left(-\tfrac\mu2-\tfrac\epsilon\mu\right)$$
@@ -33,7 +33,7 @@ NORMAL = NormalDist()
 
 
 class BudgetSpent(RuntimeError):
-    """Even a retrained model would exceed what may be spent."""
+    """Publishing would exceed the budget, even after retraining."""
 
 
 def delta_of(epsilon: float, mu: float) -> float:
@@ -48,7 +48,7 @@ def delta_of(epsilon: float, mu: float) -> float:
 
 
 def mu_of(epsilon: float, delta: float) -> float:
-    """Largest `μ` that is (ε, δ), by bisection; rounded down."""
+    """Largest `μ` that satisfies (ε, δ), by bisection; rounded down."""
     if not epsilon > 0 or not 0 < delta < 1:
         raise ValueError(
             f"removal: expected ε > 0 and δ in (0, 1), got ε = {epsilon}, δ = {delta}."
@@ -63,17 +63,17 @@ def mu_of(epsilon: float, delta: float) -> float:
 
 
 def sigma_of(distance: float, epsilon: float, delta: float) -> float:
-    """Noise that hides a distance at (ε, δ)."""
+    """Standard deviation of the noise that hides a distance at (ε, δ)."""
     return distance / mu_of(epsilon, delta)
 
 
 class Published(NamedTuple):
-    """What may leave the house, and what it cost.
+    """A published result, and its cost.
 
     - `value`: perturbed parameters or outputs.
     - `mu`, `mu_total`: of this publication, and of all so far.
-    - `epsilon`, `delta`: what `mu_total` amounts to at the budget's `δ`.
-    - `retrained`: whether the budget asked for retraining first.
+    - `epsilon`, `delta`: the equivalent of `mu_total` at the `δ` of the budget.
+    - `retrained`: whether the budget made retraining necessary.
     """
 
     value: Any
@@ -85,11 +85,11 @@ class Published(NamedTuple):
 
 
 class Publisher:
-    """Publishes a desk's model under one budget; what was spent is read from the ledger.
+    """Publishes the model of a desk under one budget; the ledger has the cost of earlier publications.
 
     **Arguments:**
 
-    - `desk`: whose model.
+    - `desk`: the desk of the model.
     - `epsilon`, `delta`: the budget over all publications.
     - `sigma`: standard deviation of the noise, in units of the parameters; with a scale `P` of the
       ridge, that of parameter `k` is `σ√P_k`, because distances are certified in the norm of `P⁻¹`.
@@ -124,7 +124,7 @@ class Publisher:
         if total > self.limit:
             raise BudgetSpent(
                 f"removal: publishing would spend μ = {total:.3g} of {self.limit:.3g} even after "
-                "retraining. Use a larger sigma or budget; what is published cannot be taken back."
+                "retraining. Use a larger sigma or budget; a publication cannot be undone."
             )
         spent = {"mu": mu, "mu_total": total, "sigma": self.sigma, "delta": self.delta}
         spent |= {"mu_limit": self.limit, "retrained": retrained}
@@ -137,8 +137,8 @@ class Publisher:
         bound = self.desk.certificate.distance_bound
         if not math.isfinite(bound):
             raise ValueError(
-                "removal: this model has no certificate (the network is not linear in its parameters), so "
-                "that no amount of noise is known to suffice."
+                "removal: this model has no certificate (the network is not linear in its "
+                "parameters), so nobody knows how much noise would be enough."
             )
         return bound / self.sigma
 
@@ -158,7 +158,7 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 @in_own_precision
 def perturbed_params(model: Fitted, sigma: float, rng: np.random.Generator) -> PyTree:
-    """Parameters with noise in the norm that the certificate speaks of."""
+    """Parameters with noise in the norm of the certificate."""
     network = model.source.network
     entered = None if network is None else network.enter(model.params())
     if not isinstance(entered, Shifted):
@@ -183,9 +183,9 @@ def perturbed_outputs(
 ) -> Float[Array, "q c"]:
     r"""$f + \sigma K_{qq}^{1/2}z$, jointly over the queries.
 
-    $\|f_u - f_r\|_{\mathcal H}\le\Delta$ gives $d^\top K_{qq}^{-1}d\le\Delta^2$ for the differences `d` at
-    any points, so that the shift is again at most $\Delta/\sigma$. A query asked twice must be published
-    once: fresh noise is a new publication.
+    $\|f_u - f_r\|_{\mathcal H}\le\Delta$ gives $d^\top K_{qq}^{-1}d\le\Delta^2$ for the differences `d`
+    at any points. Therefore the shift is again at most $\Delta/\sigma$. If a query is asked twice,
+    publish the first answer again: fresh noise is a new publication.
     """
     outputs = model.predict(xq)
     q, c = outputs.shape

@@ -1,8 +1,9 @@
 """Check a ledger and a saved model with NumPy alone.
 
-Hashes, losses, residual and bound are written again here and in `_verify_model` from their definitions, so
-that a mistake of the code that made the files is not repeated. Shared with it is only the reader of files,
-which limits their size. No field is trusted that can be computed; the report names those that have to be.
+This module and `_verify_model` compute hashes, losses, residual and bound from their definitions, so
+that they do not repeat a mistake of the code that made the files. They share with that code only the
+reader of files, which limits their size. Every field that can be computed is computed; the report names
+the fields that have to be trusted.
 """
 
 import hashlib
@@ -30,13 +31,14 @@ CLAIMS = {
 
 @dataclass
 class Report:
-    """What a check found.
+    """The result of a check.
 
     - `lines`: lines read.
-    - `head`: hash of the last of them. Keep it somewhere else: a ledger that is cut later lacks that line.
-    - `problems`: what is wrong, in words; empty means that everything agrees.
-    - `trusted`: what was believed without being computed, in words.
-    - `line`: the line that the model was held against, if one was given.
+    - `head`: hash of the last line. Keep it somewhere else: if the ledger is cut later, that line is
+      missing.
+    - `problems`: descriptions of what is wrong; empty means that everything agrees.
+    - `trusted`: descriptions of data that were trusted without being computed.
+    - `line`: the line with which the model was compared, if a model was given.
     - `claimed`, `computed`: the distance bound that the line states, and the one computed here.
     - `retained`: training points with weight.
     """
@@ -55,13 +57,13 @@ class Report:
         return not self.problems
 
     def summary(self) -> str:
-        """The finding in a few lines."""
+        """The result in a few lines."""
         said = [f"PROBLEM: {problem}" for problem in self.problems]
         if self.valid:
-            said = [f"{self.lines} lines, each following from the one before", f"head {self.head}"]
+            said = [f"{self.lines} lines; each follows from the one before", f"head {self.head}"]
         if self.line is not None:
             which = "the last" if self.line == self.lines else f"not the last of {self.lines}"
-            said.append(f"the model was held against line {self.line}, {which}")
+            said.append(f"the model was compared with line {self.line}, {which}")
         if self.computed is not None:
             claim = "no bound" if self.claimed is None else f"{self.claimed:.6g}"
             said.append(
@@ -82,17 +84,17 @@ def verify(
 ) -> Report:
     """Check the chain of a ledger, and the certificate of a model saved from its desk.
 
-    The model must be that of the last line, and its rows must be those that the ledger is committed to.
+    The model must be that of the last line, and its rows must match the commitments of the ledger.
 
     **Arguments:**
 
     - `ledger`: the file, or its folder.
     - `model`: a file written by `Desk.checkpoint`.
-    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently, with a scale of the
-      ridge in it (`JPJᵀ`); a `K` in the file must agree with it. Without it the file must hold `K`
-      (`include_kernel=True`), which is then believed, as `trusted` says.
-    - `at`: the line that the model is of, where that is not the last one.
-    - `head`: the hash of a line, kept from an earlier time; a ledger without that line is a problem.
+    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently, with a scale
+      of the ridge in it (`JPJᵀ`); a `K` in the file must agree with it. Without it the file must hold
+      `K` (`include_kernel=True`), which is then trusted, as `trusted` says.
+    - `at`: the line that the model belongs to, if it is not the last one.
+    - `head`: the hash of a line that you kept earlier; a ledger without that line is a problem.
     """
     path, report = _path(ledger), Report()
     if at is not None and (type(at) is not int or at < 1):
@@ -150,7 +152,7 @@ def _line(piece: bytes, number: int, before: str) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         return "is not JSON"
     if not written:
-        return "is not in the form that it was written in"
+        return "is not in the form in which it was written"
     rest = {key: value for key, value in found.items() if key not in ("hash", "references")}
     if hashlib.sha256(_text(rest)).hexdigest() != found.get("hash"):
         return "does not have the hash of its fields"
@@ -162,7 +164,7 @@ def _line(piece: bytes, number: int, before: str) -> dict[str, Any] | str:
     if set(found) != FIELDS or not isinstance(claim, dict) or set(claim) != CLAIMS:
         return "does not have the fields of a line"
     if not _are_numbers(found, claim):
-        return "has no numbers where it should"
+        return "has fields that should be numbers and are not"
     named = found["references"]
     if named is not None:
         try:
@@ -186,25 +188,25 @@ def _are_numbers(line: dict[str, Any], claim: dict[str, Any]) -> bool:
 
 
 def _wrong_start(line: dict[str, Any]) -> str | None:
-    return None if line["kind"] == "open" else "opens no ledger, though it is the first"
+    return None if line["kind"] == "open" else "is the first line but does not open a ledger"
 
 
 def _contradiction(before: dict[str, Any], line: dict[str, Any]) -> str | None:
-    """What cannot be true of a line after the one before it, whatever its hash."""
+    """Contradictions between a line and the line before it, whatever the hashes."""
     kind, count = line["kind"], line["count"]
     if kind == "open":
-        return "opens a ledger that was open already"
+        return "opens a ledger that is already open"
     if line["model_before"] != before["model_after"]:
         return "starts from another model"
     if kind == "remove" and line["model_after"] == line["model_before"]:
-        return "removes points and leaves the model as it was"
+        return "removes points but does not change the model"
     change = {"remove": -count, "add": count}.get(kind, 0)
     if line["retained"] != before["retained"] + change or line["retained"] < 1:
         return f"leaves {line['retained']} points of {before['retained']}"
     if kind in ("remove", "relabel", "correct", "add") and count < 1:
-        return "is a request about no points"
+        return "is a request without points"
     if kind not in ("relabel", "correct", "add") and line["points"] != before["points"]:
-        return "changes features or targets, which its kind of request does not"
+        return "changes features or targets, but its kind of request does not"
     return None
 
 

@@ -14,25 +14,25 @@ import numpy as np
 from .._support.archive import Damaged, checking, read_archive
 
 BLOCK = 256
-"""Rows of `K` that are computed at a time. Doubled, they take twice the memory."""
+"""Number of rows of `K` that are computed at a time. With twice this value, they take twice the memory."""
 
 ENTRY_SLACK, NORM_SLACK = 1e3, 1e2
 """Units in the last place that entries of `K`, and `αᵀKα` next to the magnitudes it is a sum of, may be off.
 Larger, and other kernels pass."""
 
 COARSE = 1e-2
-"""What entries may be off where `K` was multiplied in less than full precision."""
+"""Allowed error of entries if `K` was multiplied in less than full precision."""
 
 SETTLED = 1e3
-"""Dual variables of a removed point up to this many units in the last place are zero."""
+"""Dual variables of a removed point count as zero up to this many units in the last place."""
 
 EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 class Saved(NamedTuple):
-    """What a model's file holds, on the points that are left.
+    """The content of a model's file, for the remaining points.
 
-    - `header`, `arrays`: as they are in the file.
+    - `header`, `arrays`: those of the file.
     - `kept`: which points have a weight.
     """
 
@@ -41,7 +41,7 @@ class Saved(NamedTuple):
     kept: np.ndarray
 
     def rows(self, name: str) -> np.ndarray:
-        """Numbers of the points that are left, in float64."""
+        """Numbers of the remaining points, in float64."""
         return np.asarray(self.arrays[name], np.float64)[self.kept]
 
 
@@ -52,7 +52,7 @@ def check_model(
     kernel: Callable[[Any, Any], Any] | None,
     report: Any,
 ) -> None:
-    """Add to the report what is wrong with the model in `path` as that of a line."""
+    """Compare the model in `path` with a line and add problems to the report."""
     saved = _read(path)
     report.line = line["sequence"]
     if _model_digest(saved, line["points"]) != line["model_after"]:
@@ -72,7 +72,8 @@ def check_model(
     report.claimed = claim["distance_bound"]
     if saved.header["reference"] is not None or claim["gap"] > 0:
         report.trusted.append(
-            f"the gap of {claim['gap']:.3g}, which training by hand left: it is the ledger's own"
+            f"the gap of {claim['gap']:.3g}, which your own training left: it is a claim of the "
+            "ledger"
         )
     _check_bound(saved, line, kernel, report)
 
@@ -101,7 +102,7 @@ def _read(path: Path) -> Saved:
         if arrays["alpha"].dtype.kind != "f":
             raise Damaged(f"alpha has dtype {arrays['alpha'].dtype}")
         if not (kept.size and np.isfinite(weights).all() and (weights >= 0).all()):
-            raise Damaged("its sample weights are none")
+            raise Damaged("its sample weights are not valid")
         loss, ridge = header["loss"]["name"], header["ridge"]
         if type(loss) is not str or type(ridge) is not float or not ridge > 0:
             raise Damaged("its header is not that of a model")
@@ -127,8 +128,8 @@ def _whose(saved: Saved, lines: list[dict[str, Any]], line: dict[str, Any]) -> s
     if not others:
         return "no line of the ledger is about this model"
     return (
-        f"the model is that of line {others[-1]}, not of line {line['sequence']}: nothing that was asked "
-        "after it is in the model. To check it as it was then, name that line (--at, at=)"
+        f"the model is that of line {others[-1]}, not of line {line['sequence']}: the model does "
+        "not contain later requests. To compare it with that line, name the line (--at, at=)"
     )
 
 
@@ -205,16 +206,16 @@ class _Kernel:
         self.saved, self.kernel, self.report = saved, kernel, report
         self.stored = _stored(saved)
         self.diagonal: np.ndarray = np.zeros_like(saved.rows("alpha"))
-        self.compared = self.stored is None or kernel is None
+        self.compared, self.narrow = self.stored is None or kernel is None, False
         if kernel is None and self.stored is None:
             raise LookupError(
-                "the model file holds no kernel, so that its bound cannot be computed. Save it with "
+                "the model file holds no kernel, so its bound cannot be computed. Save it with "
                 "include_kernel=True, or name the kernel (--network, kernel=)"
             )
         if kernel is None:
             report.trusted.append(
-                "K, as it is in the file. The bound holds only if this is the kernel of the model; name the "
-                "kernel to have it computed again (--network, kernel=)"
+                "K, as stored in the file. The bound holds only if this is the kernel of the "
+                "model; name the kernel to have it computed again (--network, kernel=)"
             )
 
     def times(self, v: np.ndarray) -> np.ndarray:
@@ -224,23 +225,45 @@ class _Kernel:
             stop = min(start + BLOCK, m)
             entries = self._rows(start, stop)
             if not self.compared:
-                self.report.problems += _differing(self.saved, self.stored, entries, start)
+                problems = _differing(self.saved, self.stored, entries, start)
+                self.report.problems += problems
+                self.narrow = not problems and _is_narrower(entries, self.saved.arrays["kernel"])
+            if self.narrow:  # the file's rows agree and have more digits
+                entries = self._stored_rows(start, stop)
             parts.append(_times(entries, v))
             diagonal = np.diagonal(entries, start * (len(entries) // (stop - start)))
             self.diagonal[start:stop] = diagonal.reshape(stop - start, -1)
+        if self.narrow and not self.compared:
+            self.report.trusted.append(
+                "the digits of K beyond those of the kernel that was named, which computes in less "
+                "precision than the file; name it in float64 to have them computed again"
+            )
         self.compared = True
         return np.concatenate(parts)
 
     def _rows(self, start: int, stop: int) -> np.ndarray:
         header = self.saved.header
         m, c = self.diagonal.shape
-        if self.kernel is None:
-            width = len(self.stored) // m
-            return self.stored[start * width : stop * width]
+        if self.kernel is None or (self.narrow and self.compared):
+            return self._stored_rows(start, stop)
         points = self.saved.arrays["x"][self.saved.kept]
         here, all_points = _points(header, points[start:stop]), _points(header, points)
-        entries = np.asarray(self.kernel(here, all_points), np.float64)
+        entries = np.asarray(self.kernel(here, all_points))
         return entries.reshape((stop - start) * c, m * c) if entries.ndim == 4 else entries
+
+    def _stored_rows(self, start: int, stop: int) -> np.ndarray:
+        width = len(self.stored) // len(self.diagonal)
+        return self.stored[start * width : stop * width]
+
+
+def _is_narrower(entries: np.ndarray, stored: np.ndarray) -> bool:
+    """Whether the named kernel computes in less precision than the file has."""
+    return _eps(entries) > _eps(stored)
+
+
+def _eps(array: np.ndarray) -> float:
+    whole_or_wide = array.dtype.kind in "biu" or array.dtype.itemsize > 8
+    return EPS["float64"] if whole_or_wide else EPS.get(array.dtype.name, COARSE)
 
 
 def _stored(saved: Saved) -> Any:
@@ -256,6 +279,7 @@ def _stored(saved: Saved) -> Any:
 
 def _times(entries: np.ndarray, v: np.ndarray) -> np.ndarray:
     """`Kv` for rows of `K`: of points where outputs share them, else of points and outputs."""
+    entries = np.asarray(entries, np.float64)
     if entries.shape[1] == v.shape[0]:
         return entries @ v
     return (entries @ v.reshape(-1)).reshape(-1, v.shape[1])
@@ -264,13 +288,13 @@ def _times(entries: np.ndarray, v: np.ndarray) -> np.ndarray:
 def _differing(saved: Saved, stored: np.ndarray, entries: np.ndarray, start: int) -> list[str]:
     """Whether some rows of the file's `K` are those of the caller's kernel."""
     c = saved.arrays["alpha"].shape[1]
+    eps = max(_eps(saved.arrays["kernel"]), _eps(entries))
     if entries.shape[1] != stored.shape[1]:
         entries, stored = (
             np.kron(a, np.eye(c)) if a.shape[1] == saved.kept.size else a for a in (entries, stored)
         )
     width = stored.shape[1] // saved.kept.size
     rows = stored[start * width : start * width + len(entries)]
-    eps = EPS.get(saved.arrays["kernel"].dtype.name, COARSE)
     slack = COARSE if _is_coarse(saved) else min(ENTRY_SLACK * eps, COARSE)
     size = float(np.abs(entries).max())
     worst = float(np.abs(rows - entries).max())

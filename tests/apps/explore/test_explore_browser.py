@@ -286,7 +286,7 @@ def test_a_visitor_who_was_dropped_is_told_and_begins_anew(open_page, visitors):
     assert "visit has ended" in seen.text("#ended")
     seen.page.reload()
     seen.settled()
-    assert "begins anew" in seen.text("#ended")
+    assert "starts again" in seen.text("#ended")
     assert len(visitors.find(seen.visit()).moments) == 1
     # The browser notes the refusal of the request in its console; nothing else.
     assert all("410" in complaint for complaint in seen.complaints)

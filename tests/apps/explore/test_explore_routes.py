@@ -165,7 +165,7 @@ def test_the_page_is_closed_to_other_hosts(client):
 
 def test_the_page_can_be_fetched_as_one_file(client, session):
     page = client.get("/api/page", headers=BEARER).text
-    assert "What this page cannot say" in page
+    assert "What this page cannot tell you" in page
     assert TOKEN not in page
 
 

@@ -1,1 +1,1 @@
-"""Bodies of `dualfluence attribute` and `dualfluence audit`."""
+"""The commands `dualfluence attribute` and `dualfluence audit`."""

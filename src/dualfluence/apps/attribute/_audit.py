@@ -20,11 +20,11 @@ def audit(
     ridge: float,
     report: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Rank training points by how wrong, how harmful and how alone they look.
+    """Rank training points: by how suspicious their labels are, how harmful they are, and how isolated.
 
     - `suspicion`: loss of each point's label under the model trained without it.
     - `predicted`: the class that this model gives instead.
-    - `harm`: mean change of the queries' loss with the point; positive where it makes it worse.
+    - `harm`: how much the point raises the loss of the queries, on average; positive is harmful.
     - `isolation`: one minus the largest kernel correlation with any other point.
     - `groups`: effect of leaving out each class, or each group that the data names.
     - `members`: positions by group.

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-DATA = "Data as .npz: x, y, xq, yq, perhaps groups. By default mnist-small."
+DATA = "Data as .npz: x, y, xq, yq, and optionally groups. By default mnist-small."
 MODEL = "module:function that returns (apply_fn, params) or a kernel. By default a wide network."
 
 
@@ -22,8 +22,12 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path, typer.Option(help="Folder for page and table.")] = Path(
             "dualfluence-attribution"
         ),
-        points: Annotated[int | None, typer.Option(min=2, help="First so many points.")] = None,
-        queries: Annotated[int, typer.Option(min=1, help="First so many queries.")] = 12,
+        points: Annotated[
+            int | None, typer.Option(min=2, help="Number of points, from the first.")
+        ] = None,
+        queries: Annotated[
+            int, typer.Option(min=1, help="Number of queries, from the first.")
+        ] = 12,
         top: Annotated[int, typer.Option(min=1, help="Points in each strip.")] = 8,
         ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-3,
     ) -> None:
@@ -58,8 +62,12 @@ def register(app: typer.Typer) -> None:
         out: Annotated[Path, typer.Option(help="Folder for page and table.")] = Path(
             "dualfluence-audit"
         ),
-        points: Annotated[int | None, typer.Option(min=2, help="First so many points.")] = None,
-        queries: Annotated[int, typer.Option(min=1, help="First so many queries.")] = 200,
+        points: Annotated[
+            int | None, typer.Option(min=2, help="Number of points, from the first.")
+        ] = None,
+        queries: Annotated[
+            int, typer.Option(min=1, help="Number of queries, from the first.")
+        ] = 200,
         ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-3,
     ) -> None:
         """Rank labels that look wrong, harmful and isolated points, and the effect of groups."""

@@ -36,7 +36,8 @@ class Data:
 
 
 def load_data(path: Path | None, *, points: int | None = None, queries: int | None = None) -> Data:
-    """An `.npz` file with `x`, `y`, `xq`, `yq` (or `x_train`, …) and perhaps `groups`, or `mnist-small`."""
+    """An `.npz` file with `x`, `y`, `xq`, `yq` (or `x_train`, …) and optionally `groups`, or
+    `mnist-small`."""
     if path is None:
         small = datasets.load("mnist-small")
         data = Data(small.x_train, small.y_train, small.x_test, small.y_test, "mnist-small")
@@ -74,7 +75,7 @@ def _read(path: Path) -> Data:
 
 
 def load_model(name: str | None) -> Any:
-    """What `module:function` returns, or by default an infinitely wide network of two layers."""
+    """The result of `module:function`, by default an infinitely wide network of two layers."""
     if name is None:
         layer = infinite.Dense(W_std=1.5, b_std=0.1)
         return infinite.serial(layer, infinite.Relu(), layer, infinite.Relu(), layer)

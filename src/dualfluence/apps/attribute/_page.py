@@ -15,7 +15,7 @@ from ..page._view import action_of, document_of, groups_of, scores_of, state_of,
 from ..page._write import one_file
 
 SHOWN = 60
-"""Queries on the page of an audit; scores are over all of them."""
+"""Number of queries on the page of an audit; scores use all queries."""
 
 
 def write_queries(result: dict[str, Any], page: Path, table: Path, *, shown: int = 12) -> None:
@@ -24,8 +24,8 @@ def write_queries(result: dict[str, Any], page: Path, table: Path, *, shown: int
     strips = "\n".join(_strip(result, q) for q in range(min(shown, len(data.xq))))
     text = f"""
 <h1>Which training points made these predictions?</h1>
-<p>A model was trained on {len(data.x)} examples ({html.escape(data.name)}). For each question below, we
-asked what would have happened had each example been left out. <b>Helpful</b> examples (blue) made the
+<p>A model was trained on {len(data.x)} examples ({html.escape(data.name)}). For each question below, the
+numbers say what would have happened if an example had been left out. <b>Helpful</b> examples (blue) made the
 answer better: without them the error rises. <b>Harmful</b> ones (orange) made it worse: without them
 the error falls. The number is the change of the error (loss) without the example.</p>
 {strips}
@@ -58,7 +58,7 @@ def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
 
 
 def _content(result: dict[str, Any]) -> dict[str, Any]:
-    """What the page holds; effects of the first `SHOWN` queries, everything else of all of them."""
+    """The content of the page: effects on the first `SHOWN` queries, everything else for all queries."""
     data, fitted = result["data"], result["fitted"]
     groups = np.empty(len(data.x), object)
     for name, points in result["members"].items():

@@ -1,4 +1,4 @@
-"""Which training points made these predictions."""
+"""The training points behind predictions."""
 
 import time
 from collections.abc import Callable

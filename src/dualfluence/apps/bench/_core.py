@@ -1,4 +1,4 @@
-"""One removal request: our dual step against the paper's dual form and parameter space."""
+"""One removal request: our dual step, compared with the paper's dual form and parameter space."""
 
 from dataclasses import asdict
 from typing import Any
@@ -24,7 +24,7 @@ WIDTHS = (784, 1024, 1024, 1024, 10)
 
 METHODS = (RETRAINED, ONE_STEP, TWO_STEPS, PAPER, PARAMETER)
 SLOW = (PAPER, PARAMETER)
-"""Methods whose iterations take long: they compile apart and repeat less."""
+"""Methods with long iterations: they are compiled separately and repeated less often."""
 
 
 def bench_core(
@@ -93,7 +93,7 @@ def bench_core(
 
 
 def peak_memory(case: Removals, gone: Any) -> dict[str, float]:
-    """Bytes of a removal over the bytes of `K`: what the compiled step holds at once.
+    """Memory of the compiled step of a removal, divided by the bytes of `K`.
 
     Arguments, results and temporaries as the compiler reports them, and on a GPU the peak that the
     allocator saw since the process began (fit included).

@@ -84,9 +84,9 @@ def bench(
         str | None, typer.Option(help="kernels: a Python with Neural Tangents, timed alongside.")
     ] = None,
 ) -> None:
-    """Measure the ratios that the README states, side by side in one run.
+    """Measure the methods of the README side by side in one run.
 
-    `kernels` and `attribution` are scripts of the repository's folder `benchmarks` and need a checkout.
+    `kernels` and `attribution` are scripts in the folder `benchmarks` of the repository and need a checkout.
     """
     if what not in BENCHMARKS:
         raise typer.BadParameter(f"expected one of {', '.join(BENCHMARKS)}, got {what!r}")
@@ -127,7 +127,7 @@ def reproduce(
     scale: Annotated[str, typer.Option(help="smoke (minutes on two cores) or paper.")] = "smoke",
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
-    resume: Annotated[bool, typer.Option(help="Go on from what the folder holds.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from the results in the folder.")] = False,
     seed: Annotated[
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of networks, removals and queries.")
     ] = 0,
@@ -171,7 +171,7 @@ def _whole_numbers(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise typer.BadParameter(
-            f"expected whole numbers with commas between, e.g. 10,50,90, got {text!r}"
+            f"expected whole numbers separated by commas, e.g. 10,50,90, got {text!r}"
         ) from None
 
 
@@ -192,7 +192,7 @@ def plan(
         str | None, typer.Option(help="cpu, gpu or tpu, to plan for another machine.")
     ] = None,
 ) -> None:
-    """Say what each form of the kernel costs, and which one would be taken, before any work."""
+    """Estimate the cost of each form of the kernel, and name the one that fit would choose."""
     from ..._plan import plan_command
 
     status = plan_command(
@@ -210,7 +210,7 @@ def plan(
 
 @app.command()
 def info() -> None:
-    """Say what this installation is and what it would do here."""
+    """Describe this installation and its defaults on this machine."""
     import jax
     from rich.table import Table
 
@@ -245,7 +245,7 @@ def _demo_table(result: dict[str, Any]) -> "Table":
 
     config = result["config"]
     title = f"{config['network']}, {config['points']} images, λ = {config['ridge']:g}, {config['dtype']}"
-    caption = "error: distance to retraining over the change; forget, test: accuracies"
+    caption = "error: distance to retraining, as a share of the change; forget, test: accuracies"
     table = Table(title=title, caption=caption, box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("gone", justify="right", no_wrap=True)
     table.add_column("method", no_wrap=True)

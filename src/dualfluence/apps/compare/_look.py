@@ -1,7 +1,7 @@
 """One colour and one marker per method, for every figure and page. Imports no plotting.
 
 The palette is Okabe and Ito's, readable with any colour vision, with indigo, wine and olive of Tol's.
-Colours of quantities such as λ come from viridis, so that no colour of a method means anything else.
+Colours of quantities such as λ come from viridis, so that the colour of a method has no other meaning.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where numbers were measured: device, versions and commit."""
+"""The machine on which numbers were measured: device, versions and commit."""
 
 import os
 import platform
@@ -15,7 +15,8 @@ COMMIT_VARIABLE = "DUALFLUENCE_COMMIT"
 """Environment variable with the commit, for machines that hold the code without its history."""
 
 GIT_SECONDS = 10.0
-"""Patience with git, which may wait for a network disk. Doubled, a hanging disk costs twice as long."""
+"""Seconds to wait for git, which may wait for a network disk. With twice this value, a hanging disk
+costs twice as long."""
 
 
 def describe_machine() -> dict[str, Any]:

@@ -19,7 +19,7 @@ Method = Callable[[np.ndarray], tuple[PyTree, dict[str, Any]]]
 
 
 class Settings(NamedTuple):
-    """Of the methods that iterate.
+    """Settings of the methods that iterate.
 
     - `cg_steps`: iterations of conjugate gradients at most, in the published methods.
     - `cg_rtol`: relative residual that they stop at.
@@ -32,7 +32,7 @@ class Settings(NamedTuple):
 
 
 class TrainedCase(NamedTuple):
-    """A trained model as the methods see it.
+    """A trained model in the form that the methods use.
 
     - `base`: the model in data space.
     - `params`: its parameters, where parameter space starts.
@@ -47,7 +47,7 @@ class TrainedCase(NamedTuple):
 
 
 def as_stationary(base: Fitted) -> Fitted:
-    """The trained network taken for the optimum of its linearisation, as the paper takes it.
+    """The trained network, treated as the optimum of its linearisation, as in the paper.
 
     Iterating `until` then converges to the edited optimum of that objective.
     """
@@ -104,7 +104,7 @@ MAKERS: dict[str, Callable[[TrainedCase], Method]] = {
     ITERATED: lambda t: in_data_space(t.base, until=t.settings.until * tree_norm(t.params)),
     PARAMETER: in_parameter_space,
 }
-"""What makes each method of this library. `apps.paper` adds the paper's own."""
+"""The functions that make each method of this library. `apps.paper` adds the paper's own."""
 
 
 def read_out(update: Update) -> tuple[PyTree, dict[str, Any]]:
@@ -115,7 +115,7 @@ def read_out(update: Update) -> tuple[PyTree, dict[str, Any]]:
 
 
 def facts(stats: Any) -> dict[str, Any]:
-    """What to keep of a solve's stats."""
+    """The facts of a solve that are kept."""
     return {
         "steps": stats.steps,
         "iterations": stats.iterations,

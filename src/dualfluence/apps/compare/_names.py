@@ -1,4 +1,4 @@
-"""What the methods are called, in tables, figures and recorded results. Imports nothing."""
+"""Names of the methods in tables, figures and recorded results. Imports nothing."""
 
 ONE_STEP = "ours, one step"
 TWO_STEPS = "ours, two steps"
@@ -17,7 +17,7 @@ FINE_TUNED = "fine-tuning"
 UNTOUCHED = "no unlearning"
 
 COMPARED = (PARAMETER, PAPER, SHARDED, ONE_STEP, ITERATED)
-"""What the paper's figures compare."""
+"""Methods in the paper's figures."""
 
 RELEASED = (PARAMETER_RELEASED, PAPER_RELEASED)
-"""The published methods the way their authors run them."""
+"""The published methods, run as their authors run them."""

@@ -59,7 +59,7 @@ def fully_connected(widths: tuple[int, ...], seed: int) -> Linearized:
 
 
 def fully_connected_from_zero(widths: tuple[int, ...], seed: int) -> Linearized:
-    """The same less its outputs at the draw, which are noise to what is learned."""
+    """The same network minus its outputs at the draw, which would be noise for the learned function."""
     net = fully_connected_network(widths[1:-1])
     start = net.init(jax.random.key(seed), (widths[0],), outputs=widths[-1])
 
@@ -70,7 +70,7 @@ def fully_connected_from_zero(widths: tuple[int, ...], seed: int) -> Linearized:
 
 
 def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any]:
-    """A ReLU network in plain JAX and float32 parameters, as a stranger would write it.
+    """A ReLU network in plain JAX with float32 parameters, as a user would write it.
 
     Inputs and parameters are those of `benchmarks/peer_neural_tangents.py`.
     """

@@ -1,4 +1,4 @@
-"""A fitted network and random removals from it, on which every method is measured alike."""
+"""A fitted network and random removals from it, on which every method is measured in the same way."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ from ._names import RANDOM
 from ._timing import Timing, time_calls
 
 WARM_UP = Settings(cg_rtol=0.9)
-"""Compiles an iterative method without running its iterations: the first one reaches this residual."""
+"""A residual so large that one iteration is enough, to compile an iterative method without running it."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Measurement:
     - `removed`: their number.
     - `timing`: seconds until the new parameters are ready.
     - `distance`: `‖θ − θ_r‖ / ‖θ_r‖`, with `θ_r` retrained.
-    - `error`: `‖θ − θ_r‖` over the change `‖θ_before − θ_r‖`: 1 is what doing nothing costs.
+    - `error`: `‖θ − θ_r‖` divided by the change `‖θ_before − θ_r‖`; doing nothing has the error 1.
     - `certificate`: the certified bound on `error`; `None` for methods that give none.
-    - `iterations`: of conjugate gradients; `None` where there is no solve.
+    - `iterations`: of conjugate gradients; `None` if there is no solve.
     - `forget_accuracy`, `test_accuracy`: on removed and on test points.
     """
 
@@ -68,7 +68,7 @@ class Removals:
         self.params = self.fitted.params()
 
     def trained(self, settings: Settings) -> TrainedCase:
-        """What methods are made from."""
+        """The model for which methods are made."""
         return TrainedCase(self.fitted, self.params, self.y, settings)
 
     def indices(self, percent: float, seed: int = 0) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The one stopwatch: every time is until the result is ready on the device."""
+"""The stopwatch of all benchmarks: every time ends when the result is ready on the device."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ import numpy as np
 class Timing:
     """Seconds of a request.
 
-    - `first`: seconds of the first call, compilation included; `None` where it was not timed.
+    - `first`: seconds of the first call, compilation included; `None` if it was not timed.
     - `repeat`: median of the later calls.
     - `repeats`: number of later calls.
     """
@@ -66,7 +66,7 @@ def time_first_and_repeats(call: Callable[[], Any], repeats: int) -> dict[str, A
 
 
 def median_repeat(seconds: dict[str, Any]) -> float:
-    """Of the later calls of `time_first_and_repeats`; one slow call does not move it."""
+    """Median of the later calls of `time_first_and_repeats`, which one slow call does not change."""
     return float(np.median(seconds["repeat"]))
 
 

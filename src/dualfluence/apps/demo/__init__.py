@@ -1,4 +1,4 @@
-"""The demo: what digits did, which labels are wrong, and removals by every method, on one page."""
+"""The demo: the effects of digits, wrong labels, and removals by every method, on one page."""
 
 from ._page import gain_in_words as gain_in_words
 from ._page import percent as percent

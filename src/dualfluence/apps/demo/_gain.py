@@ -1,4 +1,4 @@
-"""What leaving out every point costs in one go, and what it costs to train without one point at a time."""
+"""The time to leave out every point in one call, compared with training without one point at a time."""
 
 import time
 from typing import Any
@@ -12,7 +12,8 @@ from ..compare._removals import Removals
 from ..compare._timing import time_calls
 
 RETRAINED = 8
-"""Points without which the model is trained again, drawn at random. All of them would take minutes."""
+"""Number of points, drawn at random, without which the model is trained again. Using all points would
+take minutes."""
 
 REPEATS = 2
 """Repeated calls of the attribution."""
@@ -21,13 +22,13 @@ REPEATS = 2
 def leave_out_each(case: Removals, chosen: list[int], first: float, seed: int) -> dict[str, Any]:
     """Seconds of both, and how well the effects on the chosen queries agree.
 
-    Every retraining starts from the kernel that is there, which is most of a training from nothing, and its
-    program was compiled by the fit.
+    Every retraining reuses the kernel, which is most of the work of a training from scratch, and the
+    program that the fit compiled.
 
     - `first`, `repeat`: seconds of leaving out every point, with its compilation and without (a median).
     - `each`: median of one retraining, in seconds; `retrained` of them were made.
-    - `ratio`: as many retrainings as there are points, over `repeat`.
-    - `error`: root mean square difference of the effects, over that of the effects themselves.
+    - `ratio`: the time of one retraining for every point, divided by `repeat`.
+    - `error`: root mean square difference of the effects, divided by the root mean square of the effects.
     """
     x, y = case.x_test[np.asarray(chosen)], np.asarray(case.y_test)[chosen]
     fitted = case.fitted

@@ -1,4 +1,4 @@
-"""The demo's page: digits and labels in pictures, what they cost, plots and a table, in one HTML file."""
+"""The page of the demo: digits and labels in pictures, times, plots and a table, in one HTML file."""
 
 import html
 import io
@@ -42,7 +42,7 @@ def _body(result: dict[str, Any]) -> str:
     return f"""
 <h1>Which digits made these answers, and which labels are wrong?</h1>
 {_story(result["story"], config)}
-<h2>What this costs beside retraining</h2>
+<h2>Cost compared with retraining</h2>
 <p class="lead">{gain_in_words(result["gain"], "<b>{}</b>")}</p>
 <h2>Points removed, method by method</h2>
 <p class="lead">{_conclusion(result)}</p>
@@ -56,8 +56,9 @@ training set were removed, and each method estimated the parameters that retrain
 <th>certified</th><th>iterations</th><th>forget acc.</th><th>test acc.</th></tr></thead>
 <tbody>{rows}</tbody></table></div>
 <h2>How to read this</h2>
-<p class="note"><b>Time</b> is a repeated call until the new parameters are ready (median; compilation
-apart). <b>Error</b> is ‖θ − θ_retrained‖ over ‖θ_before − θ_retrained‖: 100 % is what doing nothing costs.
+<p class="note"><b>Time</b> is a repeated call until the new parameters are ready (median, without
+compilation). <b>Error</b> is ‖θ − θ_retrained‖ divided by ‖θ_before − θ_retrained‖;
+doing nothing has an error of 100 %.
 <b>Certified</b> is the computed upper bound on the same quantity; it needs no retraining. One step is the
 influence function; each further step roughly squares the error. The paper's form and parameter space run
 conjugate gradients to a residual of 1e-8 or for 500 iterations, as published. Measured on
@@ -94,27 +95,28 @@ def _story(story: dict[str, Any], config: dict[str, Any]) -> str:
         for s in labels["suspects"]
     )
     right, shown = 100 * story["test_accuracy"], len(labels["suspects"])
-    return f"""<p>A network was fitted to {config["points"]} digits and reads {right:.0f} % of 2,000 fresh
-ones rightly. Two of those, framed in black, are shown with the training digits that helped the answer
+    return f"""<p>A network was fitted to {config["points"]} digits and recognises {right:.0f} % of 2,000
+new ones. Two of those, framed in black, are shown with the training digits that helped the answer
 most (<b class="helpful">helpful</b>: without one the loss rises by the number below it) and those that harmed
 it most (<b class="harmful">harmful</b>: without one the loss falls).</p>{strips}
 <h2>Which labels are wrong?</h2>
-<p>{labels["flipped"]} of {config["points"]} labels were made wrong on purpose. Each label was judged by the
-model trained without its digit, all of them in one go. Of the {shown} most suspicious, shown here, <b>{wrong}
-are wrong</b> (area under the curve {labels["auc"]:.3f}; 0.5 is chance).</p>
+<p>{labels["flipped"]} of {config["points"]} labels were made wrong on purpose. Each label was compared
+with the model trained without its digit; one call left out all digits in turn. Of the {shown} most
+suspicious, shown here, <b>{wrong} are wrong</b> (area under the curve {labels["auc"]:.3f};
+0.5 is chance).</p>
 <div class="row">{suspects}</div>"""
 
 
 def gain_in_words(gain: dict[str, Any], bold: str = "{}") -> str:
-    """Leaving out every point against training without each, in a few sentences."""
+    """A comparison of leaving out every point with training without each, in a few sentences."""
     n, each, ratio = gain["points"], gain["each"], f"{gain['ratio']:.2g} times as long"
     return (
-        f"What each of {n} digits did to these answers took {bold.format(_seconds(gain['repeat']))} in one "
-        f"go ({_seconds(gain['first'])} the first time, with compilation). Training without one digit took "
-        f"{_seconds(each)}, although it began with the kernel that was there (median of {gain['retrained']} "
-        f"digits drawn at random); for all {n} that is {_seconds(n * each)}, "
-        f"{bold.format(ratio)}. At those {gain['retrained']} digits the effects "
-        f"differ from retraining by {percent(gain['error'])} of their size."
+        f"Computing the effect of each of {n} digits on these answers took "
+        f"{bold.format(_seconds(gain['repeat']))} in one call ({_seconds(gain['first'])} the first "
+        f"time, with compilation). Training without one digit took {_seconds(each)}, although it "
+        f"reused the kernel (median of {gain['retrained']} digits drawn at random); for all {n} "
+        f"that is {_seconds(n * each)}, {bold.format(ratio)}. At those {gain['retrained']} "
+        f"digits the effects differ from retraining by {percent(gain['error'])} of their size."
     )
 
 

@@ -1,4 +1,4 @@
-"""What the demo tells before it compares: points behind two predictions, wrong labels found."""
+"""The first part of the demo: points behind two predictions, and wrong labels found."""
 
 import time
 from typing import Any

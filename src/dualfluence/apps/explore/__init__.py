@@ -1,1 +1,1 @@
-"""`dualfluence explore`: a page where one deletes a point and watches. Needs the extra `serve`."""
+"""`dualfluence explore`: a page on which you delete a point and watch. Needs the extra `serve`."""

@@ -1,8 +1,8 @@
 """The page's routes: its files, and JSON behind a token. Nothing from the client names a file.
 
-Every visitor has a session of their own, named by the header `Visit`. Edits and previews of all of them go
-through one thread, in the order in which they came; scores go through another, so that an edit need not
-wait for those of the model before it.
+Every visitor has a separate session, named by the header `Visit`. One thread runs the edits and
+previews of all visitors in the order in which they arrive. Another thread computes scores, so that an
+edit need not wait for the scores of the model before it.
 """
 
 import sys
@@ -55,7 +55,7 @@ class Service:
         self.reader = ThreadPoolExecutor(1, "reader")
 
     async def start(self, request: Request) -> Response:
-        """Goes on with a visit that is kept, or begins one; says so where an earlier one is gone."""
+        """Continues a visit that is kept, or begins one. It reports if an earlier one has ended."""
         authorise(request, self.token)
         visit, ended = request.headers.get(VISIT), None
         try:
@@ -156,7 +156,7 @@ def make_app(
 ) -> Starlette:
     """The page's application. No header allows other origins: browsers keep other pages out.
 
-    With `ahead` its start begins to compute the scores that every visitor sees first.
+    With `ahead` it begins at its start to compute the scores that every visitor sees first.
     """
     visitors = first if isinstance(first, Visitors) else Visitors(first)
     service = Service(visitors, token, Limits(max_body, body_seconds))

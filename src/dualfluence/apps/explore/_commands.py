@@ -10,8 +10,8 @@ MODEL = (
     "network of the demo on embedded digits."
 )
 NETWORK = "For a saved model: module:function that it was fitted with."
-DATA = "Data as .npz: x, y, xq, yq, perhaps groups. By default mnist-small."
-SAVE = "Write the page as one file that needs no server, and end."
+DATA = "Data as .npz: x, y, xq, yq, and optionally groups. By default mnist-small."
+SAVE = "Write the page as one file that needs no server, and exit."
 
 
 def register(app: typer.Typer) -> None:
@@ -22,8 +22,12 @@ def register(app: typer.Typer) -> None:
         model: Annotated[str | None, typer.Argument(help=MODEL)] = None,
         network: Annotated[str | None, typer.Option(help=NETWORK)] = None,
         data: Annotated[Path | None, typer.Option(help=DATA)] = None,
-        points: Annotated[int | None, typer.Option(min=2, help="First so many points.")] = None,
-        queries: Annotated[int, typer.Option(min=1, max=500, help="First so many queries.")] = 60,
+        points: Annotated[
+            int | None, typer.Option(min=2, help="Number of points, from the first.")
+        ] = None,
+        queries: Annotated[
+            int, typer.Option(min=1, max=500, help="Number of queries, from the first.")
+        ] = 60,
         ridge: Annotated[float, typer.Option(help="λ of a model that is fitted here.")] = 1e-3,
         save: Annotated[Path | None, typer.Option(help=SAVE)] = None,
         host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

@@ -27,7 +27,7 @@ def load_scene(
     queries: int = 60,
     ridge: float = RIDGE,
 ) -> Scene:
-    """What the page looks at.
+    """The model, queries and data of the page.
 
     **Arguments:**
 
@@ -57,8 +57,8 @@ def _saved(
 ) -> Scene:
     if network is None:
         raise ValueError(
-            f"{path}: a saved model needs --network module:function, what it was fitted with. For a "
-            "function in place of a file write module:function."
+            f"{path}: a saved model needs --network module:function, the function it was fitted "
+            "with. For a function in place of a file write module:function."
         )
     if points is not None:
         raise ValueError("--points: a saved model has its own training points.")
@@ -69,7 +69,7 @@ def _saved(
         return _scene(fitted, load_data(data, queries=queries), title)
     x, y = np.asarray(fitted.x)[:queries], np.asarray(fitted.data.targets)[:queries]
     scene = Scene(fitted, x, y, path.name, title)
-    note = "No queries were given (--data): those shown are the first training points."
+    note = "No queries were given (--data), so the first training points are shown as queries."
     return replace(scene, notes=(note,))
 
 

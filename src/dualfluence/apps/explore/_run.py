@@ -1,4 +1,4 @@
-"""A session at a port of this machine, or written to a file."""
+"""A session on a port of this machine, or written to a file."""
 
 import ipaddress
 import secrets
@@ -20,10 +20,11 @@ def save_page(session: Session, path: Path) -> int:
 def serve(
     session: Session, host: str, port: int, *, browser: bool, tell: Callable[[str], None]
 ) -> None:
-    """Serve the page until interrupted. The token is new at every start and in the link alone.
+    """Serve the page until interrupted. The token is new at every start, and only the link contains it.
 
-    It stands behind `#`, which browsers send to no server and to no other page; the page takes it from
-    there and sends it as a header. No cookie: another page cannot make the browser send it.
+    It comes after the `#` of the link, a part that browsers do not send to any server or other page.
+    The page reads it there and sends it as a header. There is no cookie, so another page cannot make
+    the browser send the token.
     """
     from ..serve._run import address, listen, run
     from ._app import make_app
@@ -35,7 +36,10 @@ def serve(
     def ready() -> None:
         tell(f"open {link}")
         if not _is_loopback(host):
-            tell(f"note: {host} is not this machine alone; whoever has the link can use the page")
+            tell(
+                f"note: {host} is reachable from other machines; anybody who has the link can "
+                "use the page"
+            )
         if browser:
             webbrowser.open(link)
 

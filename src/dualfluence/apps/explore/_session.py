@@ -1,4 +1,4 @@
-"""One reader's experiment: a model, what was done to it, and the way back."""
+"""The session of one reader: a model, its edits, and the way back."""
 
 import threading
 import time
@@ -27,10 +27,10 @@ from ..page._view import (
 )
 
 MAX_EDITS = 1000
-"""Edits that can be undone, where there is memory for them."""
+"""Number of edits that can be undone, if there is memory for them."""
 
 FEWEST_EDITS = 20
-"""Edits that can be undone in any case."""
+"""Number of edits that can always be undone."""
 
 HELD_BYTES = 32 * 2**20
 """Memory of one reader's edits. Each holds a few `(n, c)` arrays, not a kernel."""
@@ -39,31 +39,33 @@ ARRAYS_HELD = 4
 """Of the size `(n, c)` in one edit: dual variables, their products with `K`, targets, curvature."""
 
 BLOCK = 64
-"""Points left out at a time. A fixed number: all at once would compile anew after every removal."""
+"""Points left out at a time. The number is fixed, because another number would compile again after
+every removal."""
 
 KEPT = 3
 """Last models whose scores are kept, beside those of the first; `q·n` numbers each."""
 
 RIDGES = (0.01, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
-"""Ridges on offer, in units of that of the fit. A few and not any: each is a fit of known cost."""
+"""Ridges to choose from, in units of that of the fit. There are only a few, so that the cost of each is
+known."""
 
 DRIFT = 1e-2
 """Relative bound above which an edit takes further steps, as at a desk of requests."""
 
 SETTLED = 1e-6
-"""Relative bound from which scores are taken. Leaving a point out is one step; farther from the optimum,
-that step would be mostly what the edits before it left undone."""
+"""Relative bound up to which scores are computed. Leaving a point out is one step; farther from the
+optimum, most of that step would be the error that earlier edits left."""
 
 
 @dataclass(eq=False)
 class Moment:
     """The model after one action.
 
-    - `version`: never given twice, so that an answer says which model it is about.
-    - `action`: what was done, for the history.
+    - `version`: a number that is used once, so that every answer names its model.
+    - `action`: the edit, for the history.
     - `outputs`: at the queries.
-    - `kept`: scores, once they were asked for.
-    - `turn`: of who computes them, so that nothing is computed twice at the same time.
+    - `kept`: scores, once they have been computed.
+    - `turn`: a lock, so that scores are not computed twice at the same time.
     """
 
     version: int
@@ -75,15 +77,15 @@ class Moment:
 
 
 class Stale(Exception):
-    """What was asked for is of a model that was undone."""
+    """The request is about a model that was undone."""
 
 
 class Session:
-    """The model as it is, with every one before it.
+    """The present model, and every one before it.
 
-    One thread may edit while another asks for scores, which are of a model that never changes. A
-    session that begins where another `first` one did shares its model, its kernel, the map and the
-    scores at the start; what it holds for itself are its edits.
+    One thread may edit while another computes scores, because the scores belong to a model that never
+    changes. A session that begins like another one, `first`, shares its model, its kernel, the map and
+    the first scores. It holds only its edits.
     """
 
     def __init__(self, scene: Scene, first: "Session | None" = None) -> None:
@@ -105,11 +107,11 @@ class Session:
 
     @property
     def fitted(self) -> Fitted:
-        """The model as it is now."""
+        """The present model."""
         return self.now.fitted
 
     def warm_up(self) -> None:
-        """Compile what the first edit would wait for. Nothing changes."""
+        """Compile the programs for the first edit. Nothing changes."""
         there = np.flatnonzero(self.fitted.data.sample_weights > 0)
         if there.size > 1:
             # One step, then as many as it takes: both are programs of their own.
@@ -117,23 +119,23 @@ class Session:
             update.predict(self.scene.xq)
 
     def remove(self, points: list[int]) -> dict[str, Any]:
-        """Leave points out, in one step or as many as `DRIFT` asks for."""
+        """Leave points out, in one step, or in more if the bound would exceed `DRIFT`."""
         return self._edited([Remove(points)], {"what": "remove", "points": points})
 
     def relabel(self, points: list[int], label: int | float) -> dict[str, Any]:
-        """Give points one new label, likewise."""
+        """Give points one new label, with as many steps."""
         edit = Relabel(points, self._targets(len(points), label))
         return self._edited([edit], {"what": "relabel", "points": points, "label": label})
 
     def refine(self) -> dict[str, Any]:
-        """One more Newton step on the training set as it is."""
+        """One more Newton step on the present training set."""
         return self._edited([], {"what": "step"})
 
     def change_ridge(self, ridge: float) -> dict[str, Any]:
-        """Fit the model with another ridge to the training set as it is, from where it stands."""
+        """Fit the model with another ridge to the present training set, starting from the present model."""
         if ridge not in self.start["ridges"]:
             offered = ", ".join(f"{value:g}" for value in self.start["ridges"]) or "none"
-            raise ValueError(f"ridge: expected one of those on offer ({offered}), got {ridge:g}.")
+            raise ValueError(f"ridge: expected one of ({offered}), got {ridge:g}.")
         self._check_room("ridge")
         # Neither the kernel nor its preconditioner knows the ridge; the parameters are as they were.
         changed = replace(self.fitted, ridge=ridge)
@@ -141,19 +143,19 @@ class Session:
         return self._kept(update.commit(), {"what": "ridge", "ridge": ridge})
 
     def undo(self) -> dict[str, Any]:
-        """Back to the model before the last action, exactly: it was kept."""
+        """Return to the model before the last action, which was kept."""
         if len(self.moments) == 1:
             raise ValueError("undo: nothing was done yet.")
         self.moments.pop()
         return self.state()
 
     def reset(self) -> dict[str, Any]:
-        """Back to the model that the session began with."""
+        """Return to the first model of the session."""
         del self.moments[1:]
         return self.state()
 
     def preview(self, points: list[int]) -> dict[str, Any]:
-        """What leaving points out would do. Nothing changes."""
+        """The effect that leaving points out would have. Nothing changes."""
         start = time.perf_counter()
         update = _edit(self.fitted, [Remove(points)], DRIFT)
         outputs = np.asarray(update.predict(self.scene.xq))
@@ -165,7 +167,7 @@ class Session:
         }
 
     def state(self) -> dict[str, Any]:
-        """What the page shows of the model as it is now."""
+        """The data of the present model for the page."""
         return self.state_at(len(self.moments) - 1)
 
     def state_at(self, place: int) -> dict[str, Any]:
@@ -178,7 +180,7 @@ class Session:
         }
 
     def scores(self, version: int | None = None) -> dict[str, Any]:
-        """Effects of leaving out each point, of the model of this version."""
+        """Effects of leaving out each point, for the model of this version."""
         scene = self.scene
 
         def compute(fitted: Fitted) -> dict[str, Any]:
@@ -188,7 +190,7 @@ class Session:
         return self._once("scores", version, compute)
 
     def groups(self, version: int | None = None) -> dict[str, Any]:
-        """Effects of leaving out each group, less what was removed of it already."""
+        """Effects of leaving out each group, without the points of it that were removed already."""
         scene = self.scene
 
         def compute(fitted: Fitted) -> dict[str, Any]:
@@ -203,7 +205,7 @@ class Session:
         return self._once("groups", version, compute)
 
     def certificate(self) -> dict[str, Any]:
-        """The current model's certificate as a document of its own."""
+        """The certificate of the present model as a separate document."""
         return document_of(self.scene, self.fitted, self._history(len(self.moments)))
 
     def content(self) -> dict[str, Any]:
@@ -238,9 +240,7 @@ class Session:
 
     def _check_room(self, what: str) -> None:
         if len(self.moments) > self.most_edits:
-            raise ValueError(
-                f"{what}: {self.most_edits} edits are kept; undo some, or reset to begin again."
-            )
+            raise ValueError(f"{what}: {self.most_edits} edits are kept; undo some, or reset.")
 
     def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Moment:
         outputs = np.asarray(fitted.predict(self.scene.xq))

@@ -1,4 +1,4 @@
-"""Sessions of several readers at once: each has its own edits, all share the model they began with."""
+"""Sessions of several readers: each has its own edits, and all share the first model."""
 
 import secrets
 import time
@@ -8,18 +8,18 @@ from collections.abc import Callable
 from ._session import Session
 
 MOST = 32
-"""Visits that are kept. Each may hold the edits of a session (`HELD_BYTES`) and a few scores."""
+"""Number of visits that are kept. Each may hold the edits of a session (`HELD_BYTES`) and a few scores."""
 
 IDLE = 3600.0
 """Seconds after its last request until a visit is dropped."""
 
 
 class VisitEnded(Exception):
-    """A visit that is not kept any more."""
+    """A visit that has ended."""
 
 
 class Visitors:
-    """Visits by name, the one used last at the end; used from one thread, that of the event loop."""
+    """Visits by name; the one used last is at the end. Only the thread of the event loop may use it."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Visitors:
         return len(self._visits)
 
     def begin(self) -> tuple[str, Session]:
-        """A new visit and its name; the one that was not used for longest may go for it."""
+        """A new visit and its name; the visit that was unused for longest may be dropped."""
         self._drop_idle()
         while len(self._visits) >= self.most:
             self._visits.popitem(last=False)
@@ -45,13 +45,13 @@ class Visitors:
         return name, session
 
     def find(self, name: str) -> Session:
-        """The session of a visit; refused where it was dropped."""
+        """The session of a visit; an error if it was dropped."""
         self._drop_idle()
         if name not in self._visits:
             raise VisitEnded(
-                f"This visit has ended and its edits are gone: the server keeps the last {self.most} "
-                f"visits, each for {self.idle / 60:g} minutes after its last request, and none when it "
-                "starts again. Reload the page to begin anew."
+                "This visit has ended and its edits are gone: the server keeps the last "
+                f"{self.most} visits, each for {self.idle / 60:g} minutes after its last "
+                "request, and none after a restart. Reload the page to start again."
             )
         session, _ = self._visits.pop(name)
         self._visits[name] = session, self._clock()

@@ -1,1 +1,1 @@
-"""The page where one looks at a training set, deletes a point and watches: its data and its files."""
+"""The page on which you look at a training set, delete a point and watch: its data and its files."""

@@ -1,4 +1,4 @@
-"""Where each training point lies: the first two principal components of the kernel."""
+"""The map: each training point at its first two principal components of the kernel."""
 
 from collections.abc import Callable
 
@@ -9,11 +9,11 @@ from ..._support.wide import in_own_precision
 from ...fitted._fitted import Fitted
 
 BLOCK = 8
-"""Vectors that are iterated; those past the second make the first two converge sooner."""
+"""Number of vectors that are iterated; those after the second make the first two converge faster."""
 
 ROUNDS, FEW = 60, 10
-"""Iterations with a kernel that is held, and with one that is not. The map is a picture: an axis that is
-a little off is still an axis."""
+"""Iterations with a kernel in memory, and with one that is not. The map is only a picture, so its axes
+need not be exact."""
 
 Product = Callable[[np.ndarray], np.ndarray]
 
@@ -24,8 +24,8 @@ def kernel_map(fitted: Fitted) -> tuple[np.ndarray, np.ndarray]:
 
     The Gram matrix is $\operatorname{tr} K_{ij}/c$, centred: $HGH = U\Lambda U^\top$, coordinates
     $U\Lambda^{1/2}$. Found by subspace iteration, $O(n^2)$ a round; signs are fixed, so that the same
-    model gives the same picture. A kernel that is not held is read through a fixed random combination of
-    its outputs instead of the trace, in few rounds.
+    model gives the same picture. For a kernel that is not in memory, a fixed random combination of
+    outputs replaces the trace, and there are fewer rounds.
     """
     product, trace = _gram(fitted.without_spare_rows())
     n = fitted.data.num_points

@@ -11,10 +11,10 @@ import numpy as np
 from ...attribution._attribution_plot import as_picture
 
 MAX_SIDE = 64
-"""Pixels of a picture's longer side; larger ones are thinned out."""
+"""Pixels of the longer side of a picture; larger pictures are reduced."""
 
 NUMBERS = 6
-"""Features shown of a point that is not a picture."""
+"""Number of features shown for a point that is not a picture."""
 
 
 def drawn(x: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the page looks at: a fitted model, queries, and how their answers read."""
+"""The content of the page: a fitted model, queries, and the form of their answers."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,18 +13,18 @@ from ...losses import Logistic, SoftmaxCrossEntropy
 from ...problem._edits import targets_like
 
 Kind = Literal["softmax", "binary", "number"]
-"""Answers are probabilities of classes, of two classes by one output, or the outputs themselves."""
+"""Kinds of answers: probabilities of classes, of two classes from one output, or the outputs themselves."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scene:
-    """A model before any edit, and the queries at which it is watched.
+    """A model before any edit, and the queries of the page.
 
     - `name`: of the data.
-    - `title`: what the model is, in a few words.
+    - `title`: the model in a few words.
     - `groups`: name of the group of every training point, if the data has groups.
-    - `notes`: what else the reader should know.
-    - `heading`: in place of the page's own, for a report; what is worth a look then comes first.
+    - `notes`: further facts for the reader.
+    - `heading`: a heading for a report; the suspicious points then come first.
     """
 
     fitted: Fitted
@@ -46,7 +46,7 @@ class Scene:
 
     @property
     def num_classes(self) -> int:
-        """Zero where answers are numbers."""
+        """Number of classes; zero if answers are numbers."""
         return {"softmax": self.fitted.num_outputs, "binary": 2, "number": 0}[self.kind]
 
     @cached_property
@@ -57,7 +57,7 @@ class Scene:
         )
 
     def labels(self, targets: Any) -> list[Any]:
-        """Prepared targets as the page shows them: a class, a number, or a row of numbers."""
+        """Targets in the form that the page shows: a class, a number, or a row of numbers."""
         array = np.asarray(targets)
         if self.kind == "softmax":
             return array.argmax(axis=1).tolist()
@@ -66,7 +66,8 @@ class Scene:
         return (array[:, 0] if array.shape[1] == 1 else array).tolist()
 
     def answers(self, outputs: Any) -> np.ndarray:
-        """Outputs as the page shows them: probabilities of the classes, or the outputs themselves."""
+        """Outputs in the form that the page shows: probabilities of the classes, or the outputs
+        themselves."""
         outputs = jnp.asarray(outputs)
         if self.kind == "softmax":
             return np.asarray(jax.nn.softmax(outputs, axis=1))
@@ -82,7 +83,7 @@ class Scene:
 
     @property
     def named_groups(self) -> dict[str, np.ndarray]:
-        """Positions by group: those of the data, or the classes as first given; none for numbers."""
+        """Positions by group: the groups of the data, or the original classes; none for numbers."""
         if self.groups is not None:
             return {str(g): np.flatnonzero(self.groups == g) for g in np.unique(self.groups)}
         if self.kind == "number":

@@ -1,6 +1,6 @@
-"""The page's numbers as plain JSON values: what never changes, one state of the model, its scores.
+"""The page's numbers as plain JSON values: the fixed part, one state of the model, its scores.
 
-The server sends them, and a saved page holds them; names are those that the page's modules read.
+The server sends them, and a saved page contains them. The modules of the page read them by these names.
 """
 
 import base64
@@ -21,17 +21,18 @@ from ._pictures import drawn
 from ._scene import Scene
 
 MAX_POINTS = 5000
-"""Points on one map; twice as many and browsers hesitate."""
+"""Largest number of points on one map; with twice as many, browsers become slow."""
 
 STATEMENT = (
-    "The model is at most distance_bound from the one that exact training on the edited set would give, "
-    "in the norm of its parameters (for a kernel: of its function space). It is a statement on the model "
-    "as described here, linear in its parameters; distance_bound null means that there is none."
+    "The model is at most distance_bound from the one that exact training on the edited set "
+    "would give, in the norm of its parameters (for a kernel: of its function space). It is a "
+    "statement about the model described here, which is linear in its parameters. If "
+    "distance_bound is null, there is no bound."
 )
 
 
 def what_stays(scene: Scene, isolation: np.ndarray | None = None) -> dict[str, Any]:
-    """The map, the pictures, and what the model is."""
+    """The map, the pictures, and a description of the model."""
     fitted, where = scene.fitted, kernel_map(scene.fitted)
     groups = scene.named_groups
     return {
@@ -74,7 +75,7 @@ def about(scene: Scene) -> dict[str, Any]:
 
 
 def state_of(scene: Scene, fitted: Fitted, outputs: Any) -> dict[str, Any]:
-    """The training set as it is now, and the answers at the queries."""
+    """The present training set, and the answers at the queries."""
     first, now = scene.labels(scene.fitted.data.targets), scene.labels(fitted.data.targets)
     return {
         "labels": now,
@@ -96,7 +97,7 @@ def answers_of(scene: Scene, outputs: Any) -> dict[str, Any]:
 
 
 def certificate_of(model: Any) -> dict[str, Any]:
-    """The certificate of a fit or an update; a bound that there is not is `None`."""
+    """The certificate of a fit or an update; a missing bound is `None`."""
     cert = model.certificate
     names = ("gradient_norm", "rounding", "parameter_norm", "ridge", "gap", "certified")
     return {
@@ -108,16 +109,16 @@ def certificate_of(model: Any) -> dict[str, Any]:
 
 
 def stats_of(model: Any) -> dict[str, Any]:
-    """What the last run took."""
+    """Steps and time of the last run."""
     stats = model.stats
     names = ("steps", "products", "converged", "seconds", "solver", "edits")
     return {**{name: getattr(stats, name) for name in names}, "notes": list(stats.notes)}
 
 
 def scores_of(scene: Scene, fitted: Fitted, result: Attribution) -> dict[str, Any]:
-    """Effects of leaving each point out on each query, and what its own model says of it.
+    """Effects of leaving each point out on each query, and the answer for the point itself without it.
 
-    - `effects`: change of the loss, `(q, n)` in float32 as base64; a saved page is small that way.
+    - `effects`: change of the loss, `(q, n)` in float32 as base64; so that a saved page is small.
     - `own`: self-influence.
     - `without`: loss of the point under the model trained without it.
     - `said`: the class that this model gives instead.
@@ -148,7 +149,7 @@ def groups_of(result: Any) -> dict[str, Any]:
 
 
 def document_of(scene: Scene, fitted: Fitted, history: list[dict[str, Any]]) -> dict[str, Any]:
-    """A certificate as a document of its own: the bound, what it is about, and how it came to be."""
+    """A certificate as a separate document: the bound, the model it is about, and the edits."""
     return {
         "format": "dualfluence-explore-certificate",
         "version": 1,
@@ -165,7 +166,7 @@ def document_of(scene: Scene, fitted: Fitted, history: list[dict[str, Any]]) -> 
 
 
 def action_of(what: str, fitted: Fitted, **more: Any) -> dict[str, Any]:
-    """A line of the history: what was done, how long it took, how near it came."""
+    """A line of the history: the edit, its time, and the bound after it."""
     bound = certificate_of(fitted)["relative_bound"]
     return {"what": what, **more, "seconds": fitted.stats.seconds, "relative_bound": bound}
 

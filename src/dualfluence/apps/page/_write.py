@@ -18,12 +18,12 @@ MODULES = (
     "findings.js",
     "main.js",
 )
-"""In the order in which one uses another; a saved page holds them one after the other."""
+"""The modules in their order of use; a saved page contains them one after the other."""
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 POLICY = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
-"""Of browsers, for both pages: nothing comes from or goes to another host."""
+"""Rules for browsers, for both pages: nothing is loaded from or sent to another host."""
 
 SERVED = POLICY + "script-src 'self'; style-src 'self'; connect-src 'self'; frame-ancestors 'none'"
 SAVED = POLICY + "script-src 'unsafe-inline'; style-src 'unsafe-inline'"
@@ -34,14 +34,14 @@ EXPORT = re.compile(r"^export ", re.MULTILINE)
 
 @cache
 def static_files() -> dict[str, str]:
-    """Name and text of every file that the page is made of."""
+    """Name and text of every file of the page."""
     names = ("index.html", "style.css", *MODULES)
     folder = files(__name__.rpartition(".")[0]) / "static"
     return {name: (folder / name).read_text("utf-8") for name in names}
 
 
 def one_file(content: dict[str, Any]) -> str:
-    """The page with its data, styles and modules inside; edits need the server, all else works.
+    """The page with its data, styles and modules inside; edits need the server, everything else works.
 
     `content` has `start`, `state`, `scores`, `groups` and `certificate`.
     """

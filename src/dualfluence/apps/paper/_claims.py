@@ -1,4 +1,4 @@
-"""Published against measured values, and a verdict on each claim; all from the JSON files."""
+"""Published values beside measured ones, and a verdict on each claim; all from the JSON files."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +12,12 @@ from ._read import ROW_TITLES, r_squared, series, values
 from ._verdicts import UNKNOWN, Claim, PublishedValue, exactness, span, verdict
 
 R_SQUARED = 0.999
-"""From here on points count as lying on the diagonal; twice as far from 1, a visible spread passes."""
+"""Points count as lying on the diagonal above this R²; a threshold twice as far from 1 would accept a
+visible spread."""
 
 FALLEN = 0.01
-"""Share of its start to which a gradient must fall; doubled, slow trainings count as faster."""
+"""A gradient must fall to this share of its first value; with twice this value, slow trainings would
+count as faster."""
 
 
 def _last(results: dict[str, Any], key: str) -> dict[float, float]:
@@ -36,7 +38,7 @@ def fig2_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
 
 
 def _over_seeds(results: dict[str, Any], field: str, value: float) -> str:
-    """What other initialisations give at the largest ridge, and how near they come to `value`."""
+    """The results of other initialisations at the largest ridge, and their distance to `value`."""
     found = [values(results, f"seed/{seed}") for seed in results["config"].get("seeds", ())]
     ends = [v[field] for v in found if v is not None]
     if not ends:
@@ -106,7 +108,8 @@ def fig3_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
         if training is not None:
             why = (
                 f"‖∇L‖ = {training['gradient_norm']:.2g} after training and the network's change "
-                f"differs from Jᵀα by {training['parameter_gap']:.2g} of it; both enter the distance"
+                f"differs from Jᵀα by {training['parameter_gap']:.2g} of it; both are part of "
+                "the distance"
             )
         for percent, value in published.at_percentages(ends).items():
             if percent in results["config"]["percentages"]:
@@ -144,8 +147,8 @@ def _fails(results: dict[str, Any], ridge: float, name: str, source: str) -> Cla
     pick = lambda v: v["distance"][name] / v["change"]  # noqa: E731
     _, ratios = series(results, f"ridge/{ridge:g}", pick)
     text = (
-        f"{name} fails at λ = {ridge:g}: no closer to retraining than the model it started from, for "
-        "every percentage."
+        f"{name} fails at λ = {ridge:g}: it is no closer to retraining than the model before the "
+        "removal, for every percentage."
     )
     if not ratios:
         return Claim(text, source, UNKNOWN, "")
@@ -205,7 +208,8 @@ def fig4_claims(results: dict[str, Any]) -> list[Claim]:
             claims.append(
                 Claim(
                     f"{title}, trained {words}: the small offset of the estimated losses is the "
-                    "ridge term, which the estimate (eq. 9) counts and the actual change does not.",
+                    "ridge term, which is part of the estimate (eq. 9) but not of the actual "
+                    "change.",
                     "this library",
                     verdict(alone >= with_ridge),
                     f"ridge term {step['ridge_term']:.3g} for every query; R² with the loss evaluated "

@@ -1,4 +1,4 @@
-"""Fig. 1: published against measured values, and claims about runtime and distance."""
+"""Fig. 1: published values beside measured ones, and claims about runtime and distance."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,16 +23,16 @@ from ._read import ROW_TITLES, series, values
 from ._verdicts import HOLDS, PARTLY, UNKNOWN, Claim, PublishedValue, span, verdict
 
 WARM_FACTOR, COLD_FACTOR = 50.0, 3.0
-"""Speedups that this library claims; doubled, the claims are twice as strong."""
+"""Speedups that this library claims."""
 
 CNN_DISTANCE = 1e-6
-"""Distance to exact retraining that this library claims for the CNN; doubled, the claim is weaker."""
+"""Distance to exact retraining that this library claims for the CNN."""
 
 ACCURACY_SLACK = 0.02
-"""Accuracies closer than this count as equal; doubled, the paper's claim holds more easily."""
+"""Accuracies closer than this count as equal; a larger value would make the paper's claim easier."""
 
 ROUNDING_DISTANCE = 1e-6
-"""Distances below this are float32 rounding: none is better than another."""
+"""Distances below this are float32 rounding and count as equal."""
 
 
 def fig1_comparisons(results: dict[str, Any]) -> list[PublishedValue]:
@@ -76,15 +76,15 @@ def _why_fig1(results: dict[str, Any], row: str, what: str, percent: int) -> str
     default = _at_default(results, row, percent, released)
     tf32 = "not measured here" if default is None else f"as released it ends at {default:.2g}"
     return (
-        f"in full float32, {sets} sets this number: from optimum to optimum it is {exact:.2g}, and "
-        f"gradient descent ends up to {descent:.2g} from an optimum. With TF32, JAX's default on the "
-        f"published GPUs, which rounds operands to 5e-4: {tf32}"
+        f"in full float32, {sets} determines this number: between two optima it is {exact:.2g}, "
+        f"and gradient descent ends up to {descent:.2g} from an optimum. With TF32, JAX's "
+        f"default on the published GPUs, which rounds operands to 5e-4: {tf32}"
     )
 
 
 def _why_seconds(results: dict[str, Any], row: str, what: str, percent: int) -> str:
     device = results["environment"]["device"]
-    why = f"seconds on {device} instead of two RTX 3080 Ti, and our rewrite of the method"
+    why = f"seconds on {device} instead of two RTX 3080 Ti, and our implementation of the method"
     if what.startswith("cold"):
         why += ", whose first calls include XLA's search over Triton kernels"
         cold = _seconds(results, row, "cold", PAPER).get(percent)

@@ -1,9 +1,9 @@
 """Cold runtime: first calls in a new process, compilation included.
 
-Starting Python, initialising the device's libraries and loading the trained state with its kernel
-are not counted. Compiled functions are dropped before each method. What the compiler remembers
-beyond that (which variant of a product is fastest) favours the methods that come later, so ours come
-first. A held Jacobian is not timed here: it pays over many requests, not on the first.
+The time does not include starting Python, initialising the libraries of the device, and loading the
+trained state with its kernel. Compiled functions are dropped before each method. The compiler also
+remembers which variant of a product is fastest. This favours later methods, so ours come first. A
+stored Jacobian is not timed here, because it pays only after many requests.
 """
 
 import json
@@ -31,7 +31,7 @@ from ._methods import make_methods, make_released
 STATE, PARAMS, TARGETS = "state.npz", "params.npz", "targets.npy"
 REQUEST, ANSWER = "request.json", "answer.json"
 TIMEOUT_SECONDS = 1800.0
-"""Patience with the new process; doubled, a hanging device costs an hour."""
+"""Seconds to wait for the new process."""
 ORDER = (ONE_STEP, ITERATED, PAPER, SHARDED, PARAMETER, *RELEASED)
 
 
@@ -44,9 +44,9 @@ def measure(
     *,
     released: Sequence[str],
 ) -> dict[str, Any]:
-    """Ask a new process for the seconds of every method's first call on this forget set.
+    """Seconds of the first call of every method on this forget set, measured in a new process.
 
-    `released` names those of `RELEASED` to be timed.
+    `released` names the methods of `RELEASED` to time.
     """
     request = {
         "gone": gone.tolist(),

@@ -1,4 +1,4 @@
-"""What the experiments share: data, losses and sets to forget."""
+"""Shared parts of the experiments: data, losses and sets to forget."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,13 +24,13 @@ LOSSES: dict[str, AbstractLoss] = {"softmax": SoftmaxCrossEntropy(), "squared": 
 
 @dataclass(frozen=True)
 class Context:
-    """What a run is given besides its configuration.
+    """The inputs of a run besides its configuration.
 
-    - `run`: where its pieces go.
+    - `run`: the place where its pieces are stored.
     - `seed`: of initialisation, removals and queries.
     - `progress`: `False` for silence, `True` or a function to report.
     - `data_dir`: folder with data sets.
-    - `load`: where data sets come from.
+    - `load`: the function that loads data sets.
     """
 
     run: Run
@@ -40,7 +40,7 @@ class Context:
     load: LoadFn = datasets.load
 
     def say(self, text: str) -> None:
-        """One line on standard output about what is done now."""
+        """One line on standard output about the present step."""
         if self.progress is not False:
             print(f"{self.run.name}: {text}", flush=True)
 
@@ -50,7 +50,7 @@ class Points(NamedTuple):
 
     - `x`, `x_test`: features.
     - `y`, `y_test`: targets.
-    - `labels`, `labels_test`: what accuracy compares with.
+    - `labels`, `labels_test`: the labels with which accuracy compares.
     - `classes`: class of each training point, for choosing what to forget.
     """
 
@@ -64,7 +64,7 @@ class Points(NamedTuple):
 
 
 def get_points(spec: Data, context: Context) -> Points:
-    """Load and take the balanced part that `spec` names."""
+    """Load the balanced part of a data set that `spec` describes."""
     whole = context.load(
         spec.dataset, classes=spec.classes, data_dir=context.data_dir, progress=context.progress
     )

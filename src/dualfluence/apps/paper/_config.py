@@ -16,8 +16,8 @@ class Data:
 
     - `dataset`: name for `datasets.load`.
     - `classes`: labels to take.
-    - `per_class_train`, `per_class_test`: points of each class; `None` for as many test points as
-      the rarest class has.
+    - `per_class_train`, `per_class_test`: points of each class; for test points, `None` means as many
+      as the rarest class has.
     """
 
     dataset: str
@@ -52,7 +52,7 @@ class Row:
     """A model and its data: one row of panels.
 
     - `name`: key in results.
-    - `data`, `network`, `training`: what is trained, and how.
+    - `data`, `network`, `training`: the model and its training.
     - `remove_from`: the class that loses points; `None` for all classes.
     """
 
@@ -100,8 +100,8 @@ class Fig1(Methods):
 class Fig2:
     """A network beside its linearisation while both train.
 
-    - `data`, `network`: what is trained.
-    - `ridges`: one trajectory each.
+    - `data`, `network`: the model that is trained.
+    - `ridges`: values of the ridge; each gives one trajectory.
     - `rate`, `epochs`: of the descent.
     - `record_every`: epochs between records.
     - `seeds`: further initialisations, followed at the largest ridge.
@@ -149,7 +149,7 @@ class Fig4(Methods):
 class Linear(Methods):
     """Random ReLU features with a ridge on `‖θ‖²`: a model that is linear to begin with.
 
-    - `data`: where the features are taken.
+    - `data`: the points whose features are used.
     - `num_features`: their number.
     - `ridge`: λ.
     - `percentages`: shares of points to remove.
@@ -271,8 +271,8 @@ CONFIGS: dict[tuple[str, str], Config] = {
 def configure(name: str, scale: str, overrides: dict[str, Any] | None = None) -> Config:
     """The configuration of an experiment, with some fields replaced.
 
-    `epochs` reaches every training in it. A field that the experiment does not have is skipped, so
-    that one set of overrides can serve all of them.
+    `epochs` reaches every training in it. A field that the experiment does not have is skipped, so that
+    one set of overrides works for all experiments.
     """
     if name not in NAMES:
         raise ValueError(

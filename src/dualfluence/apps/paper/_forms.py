@@ -1,6 +1,6 @@
-r"""Removal by the paper's own systems, `KWK + λK` instead of `λI + WK`, to compare with.
+r"""Removal by the paper's own systems, `KWK + λK` instead of `λI + WK`, for comparison.
 
-The solution is that of the step (★) where `K` has full rank. The condition number is squared, and an
+If `K` has full rank, the solution is that of the step (★). The condition number is squared, and an
 iteration takes two products with `K`. The systems hold for a removal from a stationary point.
 """
 
@@ -22,25 +22,25 @@ from ...problem._objective import Problem, State
 from ...solvers import conjugate_gradients
 
 RESIDUAL_SLACK = 2.0
-"""How far the residual computed after conjugate gradients may lie above `rtol`.
+"""Factor by which the residual, computed after conjugate gradients, may exceed `rtol`.
 
-It guards against a recurrence that reports a residual which the solution does not have. Doubled, it
-would let a solution pass that is off by four times what was asked for.
+It detects a recurrence that reports a smaller residual than the solution has. With twice this value, a
+residual of four times the tolerance would pass.
 """
 
 REMOVE_ALONE = (
-    "remove: the paper's forms are for Remove alone. Use Fitted.edit, which takes every edit."
+    "remove: the paper's forms can only remove points. Use Fitted.edit, which takes every edit."
 )
 
 
 class FormSolution(NamedTuple):
-    """What a form found.
+    """The result of a form.
 
     - `delta`: `Δα` at all rows.
     - `iterations`: steps of conjugate gradients; 0 for a direct solve.
     - `products`: products with `K` or with its retained block.
-    - `residual`: `‖rhs − H·Δα‖ / ‖rhs‖` of the form's own system, computed from the solution.
-    - `converged`: whether that residual is the one that was asked for.
+    - `residual`: `‖rhs − H·Δα‖ / ‖rhs‖` of the system of the form, computed from the solution.
+    - `converged`: whether that residual is within the tolerance.
     """
 
     delta: Float[Array, "n c"]
@@ -87,10 +87,10 @@ class PaperDirect(AbstractPaperForm):
 
 @dataclass(frozen=True)
 class PaperCG(AbstractPaperForm):
-    """Eq. 12, reduced, as an operator under conjugate gradients: what the paper measures.
+    """Eq. 12, reduced, as an operator under conjugate gradients, as measured in the paper.
 
-    Float32 does not reach the paper's residual of 1e-8. Such an answer has not converged;
-    `on_failure="report"` returns it all the same.
+    Float32 cannot attain the paper's residual of 1e-8. Such an answer has not converged;
+    `on_failure="report"` returns it nevertheless.
 
     - `max_steps`: iterations at most; 500 in the paper's experiments.
     - `rtol`: relative residual to stop at; 1e-8 in the paper's experiments.
@@ -140,7 +140,7 @@ class PaperFull(AbstractPaperForm):
 
 
 def place_rows(matrix: jax.Array, mesh: Mesh) -> jax.Array:
-    """Rows spread over the mesh; over as many of its devices as divide them evenly."""
+    """Rows spread over the mesh; it uses the largest number of devices that divides them evenly."""
     devices = mesh.devices.reshape(-1)
     count = max(k for k in range(1, len(devices) + 1) if matrix.shape[0] % k == 0)
     part = Mesh(devices[:count], mesh.axis_names)

@@ -1,4 +1,4 @@
-"""Every method that is compared, by name: those of the kit and the paper's own."""
+"""Every compared method, by name: those of the kit and those of the paper."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,7 +18,8 @@ from ._released import released_dual, released_parameter_space
 from ._remove import remove
 
 HELD_BYTES = 4 * 2**30
-"""The largest Jacobian that is held for read-outs; doubled, it would crowd out `K` on small GPUs."""
+"""The largest Jacobian that is stored for read-outs; one twice as large would leave no room for `K` on
+small GPUs."""
 
 RELEASED_PRECISION = "default"
 """The authors' code leaves the precision of matrix products to JAX: TF32 on recent GPUs."""
@@ -47,14 +48,14 @@ def make_methods(trained: TrainedCase, names: Iterable[str] = COMPARED) -> dict[
 
 
 def make_held(base: Fitted) -> dict[str, Method]:
-    """Our one step with `J` in memory, where it is not too large; `J` is made here, once."""
+    """Our single step with `J` in memory, if it is not too large; `J` is made here, once."""
     rows = base.data.num_points * base.num_outputs
     size = rows * base.network.num_params * jnp.dtype(base.network.dtype).itemsize
     return {HELD: in_data_space(base.with_jacobian())} if size <= HELD_BYTES else {}
 
 
 def make_released(trained: TrainedCase) -> dict[str, Method]:
-    """The two published methods as their authors run them, matrix products at JAX's default."""
+    """The two published methods, run as their authors do, with matrix products at JAX's default."""
     base, params, _, settings = trained
 
     def wrap(solve: Callable[..., PyTree]) -> Method:

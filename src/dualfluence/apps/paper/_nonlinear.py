@@ -20,7 +20,7 @@ BATCH = 10_000
 """Points per batch: all of the paper's training set at once."""
 
 CHECK_EPOCHS = 40
-"""Epochs of the precision check; doubled, it takes twice as long and sees twice the rounding."""
+"""Epochs of the precision check."""
 OnRecord = Callable[[int, PyTree], None]
 
 
@@ -44,7 +44,8 @@ def train(
     on_record: OnRecord | None = None,
     progress: bool | ProgressFn = True,
 ) -> PyTree:
-    """Full-batch gradient descent on the mean squared error; `on_record` sees `θ` on the way.
+    """Full-batch gradient descent on the mean squared error; `on_record` is called with `θ` during
+    training.
 
     The matrix products run in the precision of the context.
     """
@@ -140,7 +141,7 @@ def trained_network(
 
 
 def precision_check(config: Fig2 | Fig3, context: Context, points: Points) -> dict[str, Any]:
-    """How far some epochs in the chosen matmul precision lie from the same in full float32."""
+    """Difference between some epochs in the chosen matmul precision and the same epochs in full float32."""
     model = make_model(config, points, context.seed)
     settings = {
         "ridge": min(config.ridges),

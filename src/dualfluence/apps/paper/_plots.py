@@ -1,4 +1,4 @@
-"""The paper's figures, drawn from the JSON files and nothing else."""
+"""The paper's figures, drawn only from the JSON files."""
 
 from collections.abc import Callable
 from io import BytesIO
@@ -44,7 +44,7 @@ FONTS: Any = {
     "figure.facecolor": "white",
 }
 DPI = 150
-"""Dots per inch of the figures; doubled, the report takes four times the bytes."""
+"""Dots per inch of the figures; with twice this value, the report takes four times the bytes."""
 
 
 def draw(results: dict[str, Any], folder: Path) -> Path:
@@ -60,7 +60,7 @@ def draw(results: dict[str, Any], folder: Path) -> Path:
 
 
 def caption(results: dict[str, Any]) -> str:
-    """Where the numbers come from, for the foot of a figure."""
+    """The source of the numbers, for the foot of a figure."""
     env = results["environment"]
     parts = [f"{env['device']}, float32, matrix products: {results['config']['matmul_precision']}"]
     if results["experiment"] == "fig1":

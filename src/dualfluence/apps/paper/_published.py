@@ -1,4 +1,4 @@
-"""Values of the paper, read off its figures (two RTX 3080 Ti), keyed by what they measure."""
+"""Values of the paper, read from its figures (two RTX 3080 Ti), by quantity."""
 
 SOURCE = "Sun and Valaee, Extending Kernel Trick to Influence Functions; two NVIDIA RTX 3080 Ti"
 PERCENTAGES = (10, 30, 50, 70, 90)
@@ -33,7 +33,7 @@ FIG3: dict[float, Ends] = {1e-2: (4e-5, 2.5e-4)}
 
 
 def at_percentages(values: Series | Ends) -> dict[int, float]:
-    """Published values by percentage; of a range, only its ends."""
+    """Published values by percentage; for a range, only its ends."""
     if len(values) == 2:
         return {PERCENTAGES[0]: values[0], PERCENTAGES[-1]: values[1]}
     return dict(zip(PERCENTAGES, values, strict=True))
@@ -45,4 +45,4 @@ RELEASED_ON_H200 = {
     ("cnn", "warm parameter space"): {10: 4.96},
     ("cnn", "warm dual"): {10: 1.30},
 }
-"""Seconds of the authors' released code on one H200, float32, timed apart from our runs."""
+"""Seconds of the authors' released code on one H200, float32, timed separately from our runs."""

@@ -17,7 +17,7 @@ def values(results: dict[str, Any], key: str) -> dict[str, Any] | None:
 def series(
     results: dict[str, Any], prefix: str, pick: Callable[[dict[str, Any]], Any], suffix: str = ""
 ) -> tuple[list[int], list[Any]]:
-    """Percentages and what `pick` finds at each of them."""
+    """Percentages, and the result of `pick` at each of them."""
     xs, ys = [], []
     for percent in results["config"]["percentages"]:
         found = values(results, f"{prefix}/{percent}{suffix}")
@@ -29,6 +29,6 @@ def series(
 
 
 def r_squared(actual: Any, estimated: Any) -> float:
-    """Of the diagonal: `1 − Σ(actual − estimated)² / Σ(actual − mean)²`."""
+    """R² of the diagonal: `1 − Σ(actual − estimated)² / Σ(actual − mean)²`."""
     a, e = np.ravel(actual).astype(float), np.ravel(estimated).astype(float)
     return float(1 - np.sum((a - e) ** 2) / np.sum((a - a.mean()) ** 2))

@@ -1,10 +1,10 @@
-"""The published methods the way their authors run them: eager, with JAX's own conjugate gradients.
+"""The published methods, run as their authors run them: eager, with JAX's conjugate gradients.
 
-The compiled methods of this library serve the comparison of algorithms; these serve that of
-runtimes. Each call hands new closures to `jax.scipy.sparse.linalg.cg` outside of `jit`, so each call
-traces and compiles its loop again; curvature comes from forward-over-reverse differentiation of the
-loss; `K` is a four-axis array; matrix products are left to JAX's default precision by the caller.
-Written anew from the paper's section 4.1 and its equations.
+Use the compiled methods of this library to compare algorithms, and these to compare runtimes. Each call
+hands new closures to `jax.scipy.sparse.linalg.cg` outside of `jit`, so each call traces and compiles
+its loop again; curvature comes from forward-over-reverse differentiation of the loss; `K` is a
+four-axis array; matrix products are left to JAX's default precision by the caller. Written from the
+paper's section 4.1 and its equations.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from ...fitted._fitted import Fitted
 from ...kernels._linearized import Linearized
 
 BATCH = 100
-"""Points per Hessian-vector product in parameter space; doubled, it takes twice the memory."""
+"""Points per Hessian-vector product in parameter space; memory is proportional to it."""
 
 
 @eqx.filter_jit

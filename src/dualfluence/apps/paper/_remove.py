@@ -26,17 +26,17 @@ def remove(
 ) -> Update:
     r"""The model after a removal, by one step of the paper's system instead of ours.
 
-    The certificate and every check are those of `Fitted.edit`; only the system differs. It comes from
-    a fresh product `Kα`: where `K` lacks full rank the system leaves `α` free in its null space, and a
-    running sum of products does not notice what that does to `Kα`.
+    The certificate and every check are those of `Fitted.edit`; only the system differs. It comes from a
+    fresh product `Kα`: if `K` lacks full rank, the system does not determine `α` in the null space, and
+    a running sum of products would miss the effect of this on `Kα`.
 
     **Arguments:**
 
     - `fitted`: a model at its optimum.
-    - `edits`: `Remove`, or several in a list. The paper's systems are for removals alone.
+    - `edits`: `Remove`, or several in a list. The paper's systems are only for removals.
     - `form`: `PaperCG` (eq. 12 by conjugate gradients), `PaperDirect` (eq. 12 by a direct solve) or
       `PaperFull` (eq. 5 by conjugate gradients).
-    - `on_failure`: `"report"` returns an answer whose residual was not reached, marked in `stats`.
+    - `on_failure`: `"report"` returns an answer that missed its tolerance, marked in `stats`.
 
     **Returns:** an `Update`, as `Fitted.edit` does.
     """
@@ -98,8 +98,8 @@ def _check(
         )
     if not found.converged and on_failure == "raise":
         raise NotConverged(
-            f"remove: {name} stopped after {found.iterations} iterations at a relative residual of "
-            f"{found.residual:.3g} of its own system and a certified distance of "
+            f"remove: {name} stopped after {found.iterations} iterations at a relative residual "
+            f"of {found.residual:.3g} of this system and a certified distance of "
             f"{certificate.distance_bound:.3g}. Try float64, a larger rtol, or Fitted.edit; "
-            "on_failure='report' returns the answer as it is."
+            "on_failure='report' returns this answer."
         )

@@ -1,4 +1,4 @@
-"""One HTML page: figures, published against measured values, a verdict on each claim."""
+"""One HTML page: figures, published values beside measured ones, a verdict on each claim."""
 
 from html import escape
 from pathlib import Path
@@ -21,15 +21,16 @@ TITLES = {
 NOTES = {
     "fig1": (
         "Cold runtime is a method's first call in a new process, compilation and the new "
-        "parameters included; starting Python, the device and loading the trained state with its "
-        "kernel are not. Compiled code is dropped between methods, and ours come first: what the "
-        "compiler remembers favours the later ones. Warm runtime is over further forget sets of "
-        "the same size. The published methods come twice: compiled once and reused (our "
-        "implementation of their equations), and “as released”: eager, with JAX's own conjugate "
-        "gradients, which compile anew at every call; the published runtimes are of that kind. "
-        "Our forms use the preconditioner that was built once with the trained state; “J held”, "
-        "where it is drawn, also its Jacobian. Solid lines: trained and retrained by gradient "
-        "descent as published; dashed: both to the exact optimum."
+        "parameters included; starting Python and the device, and loading the trained state "
+        "with its kernel, are not included. Compiled code is dropped between methods. Our "
+        "methods come first, because the compiler remembers facts that favour the later ones. "
+        "Warm runtime is measured on further forget sets of the same size. The published "
+        "methods come twice: compiled once and reused (our implementation of their equations), "
+        "and “as released”: eager, with JAX's own conjugate gradients, which compile again at "
+        "every call, as in the published runtimes. Our forms use the preconditioner that was "
+        "built once with the trained state; “J held” also uses its stored Jacobian. Solid "
+        "lines: trained and retrained by gradient descent as published; dashed: both to the "
+        "exact optimum."
     ),
     "fig2": "Gradient descent on the network itself; its linearisation by the same descent in data space.",
     "fig3": (
@@ -37,8 +38,8 @@ NOTES = {
         "“Tangent at θ*” is our iterated form with the kernel at the trained parameters."
     ),
     "fig4": (
-        "Changes at random test points after removing half of each class. R² is that of the "
-        "diagonal, not of a fitted line."
+        "Changes at random test points after removing half of each class. R² refers to the "
+        "diagonal, not to a fitted line."
     ),
     "linear": "Ridge on ‖θ‖²; one step is the influence function, exact for squared error.",
 }
@@ -78,13 +79,14 @@ def _summary(present: dict[str, dict[str, Any]]) -> str:
     if any(r["scale"] == "smoke" for r in present.values()):
         parts.append(
             "<p class='warning'>Smoke scale: smaller networks, fewer points and epochs than "
-            "published. Numbers show that everything runs; they do not test the paper.</p>"
+            "published. The numbers show that everything runs, but do not test the paper.</p>"
         )
     claims = [claim for name, results in present.items() for claim in CLAIMS[name](results)]
     counts = {v: sum(c.verdict == v for c in claims) for v in (HOLDS, FAILS)}
     parts.append(
         f"<p><strong>{counts[HOLDS]} claims hold, {counts[FAILS]} do not</strong>, "
-        f"{len(claims) - sum(counts.values())} could not be measured or decided here, or not everywhere.</p>"
+        f"{len(claims) - sum(counts.values())} could not be measured or decided here, at least "
+        "in part.</p>"
     )
     return "".join(parts)
 

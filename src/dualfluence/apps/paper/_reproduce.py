@@ -1,4 +1,4 @@
-"""Run experiments, then draw and report from the JSON they leave."""
+"""Run experiments, then draw figures and write a report from their JSON files."""
 
 import sys
 from collections.abc import Callable
@@ -44,20 +44,20 @@ def reproduce(
 
     **Arguments:**
 
-    - `name`: `"fig1"` to `"fig4"`, `"linear"` or `"all"`. All of them run without a data set that is
-      not here, and say what they leave out; one that is named needs all its data.
-    - `scale`: `"paper"` for the published settings, `"smoke"` for minutes on two cores.
+    - `name`: `"fig1"` to `"fig4"`, `"linear"` or `"all"`. `"all"` runs everything for which the data
+      are present and reports what it leaves out. A single experiment needs all its data.
+    - `scale`: `"paper"` for the published settings, `"smoke"` for a run of minutes on two cores.
     - `out`: folder for `<name>.json`, `<name>.png` and `report.html`.
     - `data_dir`: folder with MNIST and CIFAR-10; see `datasets.load`.
-    - `resume`: go on from what an interrupted run left in `out`.
+    - `resume`: continue from the results of an interrupted run in `out`.
     - `seed`: of initialisation, removals and queries.
-    - `budget`: seconds after which no new piece is started; what is there is drawn, and a later
+    - `budget`: seconds after which no new piece is started; finished results are drawn, and a later
       call with `resume` does the rest.
     - `overrides`: fields of the configuration to replace, e.g. `{"percentages": (10, 90)}`.
     - `plots_only`: redraw from the JSON files in `out`; computes nothing.
-    - `load`: where data sets come from.
+    - `load`: the function that loads data sets.
 
-    **Returns:** whether everything asked for is complete.
+    **Returns:** whether every requested experiment is complete.
     """
     names = NAMES if name == "all" else (name,)
     folder = Path(out)
@@ -73,7 +73,7 @@ def reproduce(
         if load is datasets.load:
             missing = _check_data(configs, data_dir, progress, may_miss=name == "all")
             for why in missing.values():
-                print(f"reproduce goes on without a data set: {why}", file=sys.stderr, flush=True)
+                print(f"reproduce continues without a data set: {why}", file=sys.stderr, flush=True)
         for each in names:
             check_writable(folder / f"{each}.json")
         store = ResultsFolder(folder, resume=resume, budget=budget)

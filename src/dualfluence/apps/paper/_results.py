@@ -1,4 +1,5 @@
-"""What a run leaves on disk: pieces while it runs, then one JSON file; written whole or not at all."""
+"""The files of a run: pieces while it runs, then one JSON file. Files are written completely or not at
+all."""
 
 import hashlib
 import json
@@ -20,27 +21,27 @@ FORMAT = 1
 """Version of the results files."""
 
 CACHE = "dualfluence-arrays"
-"""What the caches of a run say they are."""
+"""Format name of the caches of a run."""
 
 KEYED = ("percentages", "ridges", "cold", "seeds")
-"""Settings that only say which pieces are wanted: a resumed run may ask for others."""
+"""Settings that only select pieces; a resumed run may select others."""
 
 
 class OutOfBudget(Exception):
-    """The time budget is spent; what is done is on disk."""
+    """The time budget is spent; finished pieces are on disk."""
 
 
 class ResultsFolder:
     """A folder of results.
 
-    Pieces lie under `pieces/<experiment>/`, each with the fingerprint of the settings it came from:
-    a resumed run takes those that match and computes the rest. Arrays that experiments share
-    lie under `cache/`.
+    Pieces are in `pieces/<experiment>/`, each with the fingerprint of the settings it came from: a
+    resumed run uses those that match and computes the rest. Arrays that experiments share are in
+    `cache/`.
 
     **Arguments:**
 
     - `out`: the folder.
-    - `resume`: use what an earlier run left.
+    - `resume`: use the results of an earlier run.
     - `budget`: seconds after which no new piece is started.
     """
 
@@ -56,7 +57,8 @@ class ResultsFolder:
     def arrays(
         self, settings: Any, compute: Callable[[], list[Any]], *, anew: bool = False
     ) -> list[np.ndarray]:
-        """Arrays for `settings`: from the cache, or computed (`anew`: in any case) and cached."""
+        """Arrays for `settings`: from the cache, or computed and cached. With `anew` they are always
+        computed."""
         name = fingerprint(settings)
         path = self.out / "cache" / f"{name}.npz"
         if not anew and (self.resume or name in self._fresh):
@@ -143,7 +145,7 @@ class Run:
 
 
 def read_results(out: Path, name: str) -> dict[str, Any] | None:
-    """What `Run.finish` wrote, or `None`."""
+    """The results that `Run.finish` wrote, or `None`."""
     path = out / f"{name}.json"
     if not path.exists():
         return None
@@ -158,7 +160,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """All of `content`, or the file as it was."""
+    """Write all of `content`, or leave the file unchanged."""
 
     def write(file: IO[bytes]) -> None:
         file.write(content)
@@ -167,7 +169,7 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Arrays and scalars as lists and numbers that JSON has."""
+    """Arrays and scalars as lists and numbers of JSON."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -182,6 +184,6 @@ def plain(value: Any) -> Any:
 
 
 def fingerprint(settings: Any) -> str:
-    """Sixteen hexadecimal digits that change with the settings."""
+    """A fingerprint of the settings, sixteen hexadecimal digits."""
     text = json.dumps(plain(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ from ._config import Fig1, Row
 from ._methods import RELEASED_PRECISION, device_mesh, make_held, make_methods, make_released
 
 EXACT_TOLERANCE = 1e-9
-"""Below what float32 reaches: exact fits stop at the floor that rounding sets."""
+"""A tolerance below the precision of float32, so that exact fits stop at the floor set by rounding."""
 
 
 def run(config: Fig1, context: Context) -> None:
@@ -45,7 +45,7 @@ def run(config: Fig1, context: Context) -> None:
 class LinearisedCase:
     """One row: a linearised network trained as published and to the exact optimum.
 
-    Everything is made on first use, so that a resumed run that needs nothing computes nothing.
+    Everything is computed on first use, so a resumed run computes only what is missing.
     """
 
     def __init__(self, row: Row, config: Fig1, context: Context) -> None:
@@ -249,7 +249,7 @@ class LinearisedCase:
     def cold(self, percent: int) -> dict[str, Any]:
         """First calls in a new process.
 
-        Parameter space as released only at the smallest percentage: it compiles for a minute.
+        Parameter space as released only at the smallest percentage: because it compiles for a minute.
         """
         released = RELEASED if percent == min(self.config.percentages) else (PAPER_RELEASED,)
         self.context.say(f"{self.row.name}: {percent} % removed, new process")

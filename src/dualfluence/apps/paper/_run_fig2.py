@@ -51,7 +51,7 @@ class Trajectories:
         return source.operator(self.points.x, 1, form="dense", progress=self.context.progress)
 
     def follow(self, ridge: float) -> dict[str, Any]:
-        """Train both and record what fig. 2 shows."""
+        """Train both and record the values of fig. 2."""
         config, points, model = self.config, self.points, self.model
         self.context.say(f"λ = {ridge:g}: linearisation")
         linear = kernel_gradient_descent(

@@ -35,7 +35,7 @@ def run(config: Fig3, context: Context) -> None:
 
 
 class NonlinearCase:
-    """A trained nonlinear network and what the methods make of it."""
+    """A trained nonlinear network, and the results of the methods on it."""
 
     def __init__(self, config: Fig3, context: Context, ridge: float) -> None:
         self.config, self.context, self.ridge = config, context, ridge

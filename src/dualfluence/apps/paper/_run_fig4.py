@@ -1,4 +1,4 @@
-"""Fig. 4: infinitely wide networks, estimated against actual changes."""
+"""Fig. 4: infinitely wide networks, estimated changes compared with actual ones."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -70,7 +70,7 @@ class InfiniteCase:
 
     @cached_property
     def cross(self) -> Array:
-        """`K_qn`, the kernel of queries against training points."""
+        """`K_qn`, the kernel between queries and training points."""
         source = as_source(make_network(self.row.network))
         return source.block(self.points.x_test[self.queries], self.points.x, False)
 
@@ -112,7 +112,7 @@ class InfiniteCase:
         )
 
     def published(self) -> tuple[Fitted, dict[str, Any]]:
-        """The state that gradient descent left: its outputs, with `α = −g/λ` as in the paper."""
+        """The state after gradient descent: its outputs, with `α = −g/λ` as in the paper."""
         descent = self.descend(None)
         state = State(descent.alpha, self.exact.kernel_op.mv(descent.alpha))
         fitted = replace(self.exact, state=state, offset=descent.outputs - state.k_alpha)

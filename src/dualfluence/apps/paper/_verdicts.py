@@ -1,4 +1,4 @@
-"""A published value beside ours; a claim and whether the numbers bear it out."""
+"""A published value beside ours; a claim, and whether the numbers support it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
 PARTLY = "holds where measured"
 UNDECIDED = "not decided at this precision"
 FACTOR = 2.0
-"""Published and measured values further apart than this are explained; doubled, fewer are."""
+"""Published and measured values whose ratio is larger than this are explained."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class PublishedValue:
     """One published value beside ours.
 
     - `what`: the quantity.
-    - `published`, `measured`: the two values; `None` where ours was not measured.
+    - `published`, `measured`: the two values; `None` if ours was not measured.
     - `why`: the reason if they differ.
     """
 
@@ -31,16 +31,16 @@ class PublishedValue:
 
     @property
     def differs(self) -> bool:
-        """By more than a factor of two."""
+        """Whether they differ by more than a factor of two."""
         return self.ratio is not None and not 1 / FACTOR <= self.ratio <= FACTOR
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim and whether the numbers bear it out.
+    """A claim, and whether the numbers support it.
 
     - `text`: the claim.
-    - `source`: who makes it.
+    - `source`: the paper or this library.
     - `verdict`: one of `HOLDS`, `FAILS`, `PARTLY`, `UNDECIDED`, `UNKNOWN`.
     - `evidence`: the numbers.
     """
@@ -56,10 +56,10 @@ def verdict(ok: bool | None) -> str:
 
 
 def exactness(found: Sequence[float], limit: float, resolved: Sequence[float]) -> tuple[str, str]:
-    """A verdict on distances that should be zero, and what else to say.
+    """A verdict on distances that should be zero, with a remark.
 
-    `resolved` is the distance to which each pair is certified, rounding included: a distance within it
-    says nothing, however much larger than `limit`.
+    `resolved` is the distance to which each pair is certified, rounding included: a smaller distance
+    decides nothing, even if it is larger than `limit`.
     """
     over = [(d, r) for d, r in zip(found, resolved, strict=True) if d > limit]
     if not over:
@@ -71,6 +71,6 @@ def exactness(found: Sequence[float], limit: float, resolved: Sequence[float]) -
 
 
 def span(numbers: Any, form: str = "{:.3g}") -> str:
-    """Smallest to largest."""
+    """Smallest and largest value in words."""
     low, high = form.format(min(numbers)), form.format(max(numbers))
     return low if low == high else f"{low} to {high}"

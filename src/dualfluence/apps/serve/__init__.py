@@ -1,1 +1,1 @@
-"""A desk behind HTTP: requests in order, reads in parallel. Needs the extra `serve`."""
+"""A desk served over HTTP: requests run in order, reads in parallel. Needs the extra `serve`."""

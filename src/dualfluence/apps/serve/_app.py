@@ -1,7 +1,7 @@
-"""The server's routes: JSON in, JSON out, nothing from the client that names a file.
+"""The server's routes: JSON in, JSON out; nothing from the client names a file.
 
-State changes go through one thread, in the order in which they came; reads go through others, on the model
-as it stands when they start. What reads run is compiled before the first request.
+One thread changes the state, in the order of the requests. Reads run in other threads, on the model at
+the time when they start. The programs of reads are compiled before the first request.
 """
 
 from collections.abc import AsyncIterator, Callable
@@ -41,8 +41,9 @@ READERS = 2
 """Reads at the same time."""
 
 FEWEST_ROWS = 8
-"""Queries that a read takes at least, the last one repeated; more are rounded up to a power of two. A
-program for every number of queries would make clients wait, and fill the memory, once for each."""
+"""Smallest number of queries in a read; missing ones repeat the last. Larger numbers are rounded up to
+a power of two. Otherwise every number of queries would compile another program, which takes time and
+memory."""
 
 
 class Service:
@@ -105,7 +106,8 @@ class Service:
         return JSONResponse(await in_pool(pool, work))
 
     def warm_up(self) -> None:
-        """Compile what reads of up to `FEWEST_ROWS` queries run, on the model's own first point."""
+        """Compile the programs for reads of up to `FEWEST_ROWS` queries, with the first point of the
+        model."""
         model = self.desk.model
         if model.data.form is not None:
             return  # features of several arrays, which no body holds
@@ -116,7 +118,7 @@ class Service:
             _attributed(model, first, target.argmax(axis=1) if is_class else target)
 
     def stop(self) -> None:
-        """Finish what has begun, then let go of the ledger."""
+        """Finish running requests, then release the ledger."""
         self.writer.shutdown(wait=True)
         self.readers.shutdown(wait=True)
         self.desk.close()
@@ -132,7 +134,7 @@ def make_app(
 ) -> Starlette:
     """The server's application. No header allows other origins: browsers keep other pages out.
 
-    Its start compiles what reads run, unless `warm` is false; a server answers after that.
+    Its start compiles the programs of reads, unless `warm` is false; the server answers afterwards.
     """
     service = Service(desk, token, Limits(max_body, body_seconds))
 

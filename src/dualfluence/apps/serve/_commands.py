@@ -6,13 +6,12 @@ from typing import Annotated, Literal
 import typer
 
 NETWORK = (
-    "module:function that returns (apply_fn, params) or a kernel: what the file was fitted with."
+    "module:function that returns (apply_fn, params) or a kernel: the function that the file "
+    "was fitted with."
 )
 
-VERIFIED = (
-    "module:function as for serve: K is computed again with it, and not believed of the file."
-)
-HEAD = "Hash of a line, kept from earlier: a ledger that was cut before it is refused."
+VERIFIED = "module:function as for serve. K is computed again with it instead of being trusted."
+HEAD = "Hash of a line that you kept: a ledger that was cut before this line is refused."
 
 
 def register(app: typer.Typer) -> None:
@@ -26,7 +25,7 @@ def register(app: typer.Typer) -> None:
         ids: Annotated[Path | None, typer.Option(help="Names, one per line and point.")] = None,
         references: Annotated[
             Literal["keep", "pseudonymise", "erase"],
-            typer.Option(help="What lines say of persons."),
+            typer.Option(help="How lines identify persons."),
         ] = "keep",
         host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
         port: Annotated[int, typer.Option(min=0, max=65535, help="Port.")] = 8765,
@@ -69,7 +68,8 @@ def register(app: typer.Typer) -> None:
         model: Annotated[Path | None, typer.Option(help="Model saved by a checkpoint.")] = None,
         network: Annotated[str | None, typer.Option(help=VERIFIED)] = None,
         at: Annotated[
-            int | None, typer.Option(min=1, help="Line that the model is of; by default the last.")
+            int | None,
+            typer.Option(min=1, help=("Line that the model belongs to; by default the last.")),
         ] = None,
         head: Annotated[str | None, typer.Option(help=HEAD)] = None,
         documents: Annotated[

@@ -1,4 +1,4 @@
-"""Manners of every server here: who may ask, how much, how slowly, and what a refusal looks like."""
+"""Rules of every server: the token, limits of size and time, and the form of a refusal."""
 
 import asyncio
 import json
@@ -23,10 +23,10 @@ BODY_SECONDS = 30.0
 
 
 class Limits(NamedTuple):
-    """What a request's body may take.
+    """Limits of the body of a request.
 
     - `size`: bytes.
-    - `seconds`: until all of it has arrived.
+    - `seconds`: time for all of it to arrive.
     """
 
     size: int
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
 
 
 class Refused(Exception):
-    """A request that is not served, with its status and the reason in words."""
+    """A request that is refused, with its status and the reason in words."""
 
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
@@ -44,8 +44,9 @@ class Refused(Exception):
 class CloseUnread:
     """Closes the connection after an answer that came before the request's body was read to its end.
 
-    A refusal needs no body: without the token none is asked for. A server that keeps the connection
-    would nevertheless take in all the rest of it, to find the next request behind it.
+    A refusal does not need the body, and without the token the server does not read it. A server that
+    keeps the connection would nevertheless have to read the rest of the body, to find the next request
+    after it.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -70,7 +71,7 @@ class CloseUnread:
 
 
 MIDDLEWARE = (Middleware(CloseUnread),)
-"""Around the routes of every server."""
+"""Middleware around the routes of every server."""
 
 
 def authorise(request: Request, token: str) -> None:
@@ -80,7 +81,7 @@ def authorise(request: Request, token: str) -> None:
 
 
 async def read_object(request: Request, fields: set[str], limits: Limits) -> dict[str, Any]:
-    """The JSON object in the body, within its limits, with known fields only and each of them once."""
+    """The JSON object in the body, within its limits, with known fields only, each of them once."""
     try:
         async with asyncio.timeout(limits.seconds):
             raw = await _read(request, limits.size)
@@ -96,7 +97,7 @@ async def read_object(request: Request, fields: set[str], limits: Limits) -> dic
 
 
 async def in_pool(pool: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
-    """Run work in a thread of the pool; what it refuses is told to the client in words."""
+    """Run work in a thread of the pool; its errors are returned to the client in words."""
     loop = asyncio.get_running_loop()
     try:
         # A client that goes away does not stop work that has begun.
@@ -155,4 +156,4 @@ def _no_constants(name: str) -> Any:
 
 
 HANDLERS: Any = {Refused: _refused, HTTPException: _failed, Exception: _failed}
-"""Answers to what is refused and to what fails; nothing in them names a file."""
+"""Answers for refused requests and for errors; no answer names a file."""

@@ -18,7 +18,8 @@ def load_fitted(path: Path, network: str) -> Fitted:
 
 
 def kernel_of(path: Path, network: str) -> Callable[[Any, Any], np.ndarray]:
-    """`kernel(x1, x2)` of the network that a file was fitted with, where the file takes its Jacobian."""
+    """`kernel(x1, x2)` of the network that a file was fitted with, at the parameters where the file
+    takes the Jacobian."""
     fitted = load_fitted(path, network)
     source, queries = fitted.source, fitted.data.queries
 

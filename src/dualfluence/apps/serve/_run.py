@@ -1,4 +1,4 @@
-"""An application at a port of this machine."""
+"""Serves an application on a port of this machine."""
 
 import socket
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How good scores are, ours or anybody's: measures, retrained truth, noise ceilings."""
+"""Evaluation of scores, of any method: measures, retrained truth, noise ceilings."""
 
 from ._measures import Measured as Measured
 from ._measures import lds as lds

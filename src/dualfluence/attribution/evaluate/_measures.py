@@ -16,11 +16,11 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Measured(Shown):
-    """A mean over queries and how sure it is.
+    """A mean over queries with an interval.
 
     - `value`: the mean.
     - `interval`: bootstrap interval over queries, 95 %.
-    - `per_query`: one number per query; NaN where a query has no variation to explain.
+    - `per_query`: one number per query; NaN if a query has no variation to explain.
     - `notes`: what was left out.
     """
 
@@ -45,7 +45,8 @@ def lds(scores: Any, masks: Any, targets: Any, *, seed: int = 0) -> Measured:
     **Arguments:**
 
     - `scores`: `(q, n)` or an `Attribution`; positive means that leaving the point out raises the
-      target (for a target that should be high, such as a margin, the same holds: its own change).
+      target (also for a target that should be high, such as a margin: positive means that the margin
+      rises).
     - `masks`: `(s, n)`, true where a point was trained on.
     - `targets`: `(s, q)`, e.g. the query's loss, a mean over seeds if there are several.
     - `seed`: of the bootstrap over queries.
@@ -68,7 +69,7 @@ def lds(scores: Any, masks: Any, targets: Any, *, seed: int = 0) -> Measured:
 
 
 def noise_ceiling(repeats: Any, *, seed: int = 0, splits: int = 20) -> Measured:
-    """The best LDS that any scores could reach against the mean of these repeats.
+    """The best LDS that any scores could have with the mean of these repeats as the truth.
 
     Split-half reliability over random halves of the repeats, raised to the full number by
     Spearman and Brown, `ρ = 2r/(1 + r)`; a perfect predictor correlates by `√ρ` with the mean.
@@ -99,9 +100,9 @@ def noise_ceiling(repeats: Any, *, seed: int = 0, splits: int = 20) -> Measured:
 
 
 def loo_correlation(scores: Any, truth: Any, *, rank: bool = False, seed: int = 0) -> Measured:
-    """Correlation of scores with true leave-one-out changes, per query, both `(q, n)`.
+    """Correlation of scores with true leave-one-out changes for each query; both are `(q, n)`.
 
-    Pearson's unless `rank`, then Spearman's.
+    It is Pearson's, or Spearman's with `rank`.
     """
     values, actual = _scores("loo_correlation", scores), _matrix("loo_correlation: truth", truth)
     if values.shape != actual.shape:
@@ -114,12 +115,13 @@ def loo_correlation(scores: Any, truth: Any, *, rank: bool = False, seed: int = 
 
 
 def mislabel_auc(suspicion: Any, mislabelled: Any) -> float:
-    """Area under the ROC curve: how often a mislabelled point is more suspicious than a good one.
+    """Area under the ROC curve: the share of pairs in which a mislabelled point is more suspicious than
+    a good one.
 
     **Arguments:**
 
-    - `suspicion`: `(n,)`, higher where a label looks wrong, such as `self_influence()`.
-    - `mislabelled`: `(n,)`, true where it is.
+    - `suspicion`: `(n,)`, higher if a label looks wrong, such as `self_influence()`.
+    - `mislabelled`: `(n,)`, true if the label is wrong.
     """
     values, wrong = np.asarray(suspicion, float), np.asarray(mislabelled)
     if values.ndim != 1 or wrong.shape != values.shape:
@@ -140,7 +142,7 @@ def measured(name: str, per_query: np.ndarray, seed: int) -> Measured:
     """Mean and bootstrap interval over the queries that have a value."""
     valid = per_query[np.isfinite(per_query)]
     if not valid.size:
-        raise ValueError(f"{name}: no query varies, so that there is nothing to correlate with.")
+        raise ValueError(f"{name}: no query varies, so there is no correlation.")
     rng = np.random.default_rng(seed)
     draws = rng.integers(0, valid.size, (RESAMPLES, valid.size))
     means = valid[draws].mean(axis=1)

@@ -1,4 +1,4 @@
-"""What happens to queries as the points that scores call most helpful are taken away."""
+"""The effect on queries of removing the points with the most helpful scores."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ def removal_curve(
     random_draws: int = 3,
     seed: int = 0,
 ) -> RemovalCurve:
-    """Retrain without the top points by mean score over queries, and without random ones.
+    """Retrain without the points with the highest mean score over queries, and without random ones.
 
     Good scores pull the curves apart: without helpful points the target rises fast.
 

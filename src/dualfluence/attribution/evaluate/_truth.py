@@ -1,4 +1,4 @@
-"""Ground truth: models trained on many subsets at once, in slices that survive a kill."""
+"""Ground truth: models trained on many subsets at once, in slices that a killed run keeps."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ class Truth(Shown):
 
     - `masks`: `(s, n)`, true where a point was trained on.
     - `repeats`: `(r, s, q)`, one model per seed and subset.
-    - `seeds`: of the repeats; empty where training has no randomness.
+    - `seeds`: of the repeats; empty if training has no randomness.
     """
 
     masks: Bool[np.ndarray, "s n"]
@@ -74,10 +74,11 @@ def retrain_linearised(
 
     **Arguments:**
 
-    - `masks`: `(s, n)`, which points each model keeps.
+    - `masks`: `(s, n)`, the points that each model keeps.
     - `of`: what is measured at the queries, as in `Fitted.attribute`.
-    - `relative`: tolerance on the certified distance over `‖θ − θ₀‖`; missing it is an error.
-    - `folder`: keeps finished slices; a killed run goes on with the same result.
+    - `relative`: tolerance on the certified distance over `‖θ − θ₀‖`; `retrain_linearised` raises an
+      error if a model misses it.
+    - `folder`: keeps finished slices; a killed run continues with the same result.
     """
     fitted = fitted.without_spare_rows()
     kept = _check_masks("retrain_linearised", masks, fitted.data.num_points)
@@ -130,10 +131,10 @@ def retrain_networks(
     - `measure`: `measure(params) -> (q,)`, e.g. the loss at each query.
     - `masks`: `(s, n)` with equally many kept points in each row, so that shapes agree.
     - `seeds`: one repeat per seed. All subsets of a repeat share `key(seed)` (common random numbers):
-      what differs between them is the data, and a lucky start cannot pass for a good subset.
+      only the data differ between them, so a lucky start cannot look like a good subset.
     - `name`: of the experiment; a folder holds slices of one name only, since functions have no
       fingerprint.
-    - `slice_size`: models trained at once; part of what makes results reproducible bit for bit.
+    - `slice_size`: models trained at once; results are reproducible bit for bit only with the same value.
     - `folder`: keeps finished slices.
     """
     kept = _check_masks("retrain_networks", masks, None)

@@ -13,7 +13,7 @@ export function colouring(app, by) {
     return { look: scaled(values), legend: "Larger and warmer: a larger target." };
   }
   if (!app.scores) {
-    const legend = app.failed ? "Not computed." : "Computing: every point is left out in turn.";
+    const legend = app.failed ? "Not computed." : "Computing: each point is left out in turn.";
     return { look: () => ({ fill: "var(--quiet)", size: 1 }), legend };
   }
   if (by === "effect") {
@@ -27,7 +27,7 @@ export function colouring(app, by) {
     return { look, legend: `Blue helps query ${app.query}, orange harms it; larger is stronger.` };
   }
   const words = {
-    own: "Larger and warmer: more self-influence, held up by nothing but itself.",
+    own: "Larger and warmer: more self-influence; only the point itself supports its label.",
     without: "Larger and warmer: a higher loss under the model trained without the point.",
   };
   return { look: scaled(app.scores[by]), legend: words[by] };

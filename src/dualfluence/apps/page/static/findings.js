@@ -7,13 +7,13 @@ const SHOWN = { suspicious: 24, harmful: 16, isolated: 16 };
 
 const WORDS = {
   suspicious:
-    "The model that never saw the point disagrees most with its label. Check these first. Behind the arrow: what it " +
-    "says instead. The number is the loss of the label.",
+    "The model that never saw the point disagrees most with its label. Check these first. After the arrow: the " +
+    "answer of that model. The number is the loss of the label.",
   harmful: "Leaving one of these out lowers the mean loss of the queries most. The number is the change.",
-  isolated: "Nothing else in the set is like them: rare cases, or errors of measurement. 1 is alone, 0 has a twin.",
+  isolated: "No other point is like these: rare cases, or errors of measurement. 1 means no similar point, 0 an identical one.",
   groups:
-    "Change of the queries' mean loss if a whole group were left out, beside the sum of what its points do one by one. " +
-    "A large difference means that they stand in for each other.",
+    "Change of the queries' mean loss if a whole group were left out, beside the sum of the effects of its points one by one. " +
+    "A large difference means that the points can replace each other.",
 };
 
 /** One of the lists; `groups` are fetched by the caller. */

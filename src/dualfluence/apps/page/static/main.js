@@ -133,7 +133,7 @@ function tell(error) {
 
 /** The server has dropped this visit, or an earlier one of this tab; stays until the page is loaded again. */
 function tellEnded(words) {
-  at("ended").textContent = words ? words.replace("Reload the page to begin anew.", app.start ? "$&" : "This page begins anew.") : "";
+  at("ended").textContent = words ? words.replace("Reload the page to start again.", app.start ? "$&" : "This page starts again.") : "";
   at("ended").hidden = !words;
 }
 
@@ -314,7 +314,7 @@ function savedPreview(points, sum) {
     const value = app.groups.effects[app.query][group];
     return [`Without ${app.groups.names[group]} ${loss}`, element("b", {}, signed(value)), ` (one by one: ${signed(sum)}).`];
   }
-  return ["One by one their effects on the loss add up to ", element("b", {}, signed(sum)), "; what they do together needs the model."];
+  return ["One by one their effects on the loss add up to ", element("b", {}, signed(sum)), "; their joint effect needs the model."];
 }
 
 function wholeGroup(points) {

@@ -11,7 +11,7 @@ export function drawCertificate(app) {
   document.getElementById("bound-words").textContent =
     bound === null
       ? "The network is not linear in its parameters: every number here is an estimate."
-      : "of the way that training went: this model is at most so far from one trained from scratch on the set as it is now.";
+      : "of the training distance: this model is at most that far from one retrained from scratch on the present training set.";
   const facts = [
     ["distance bound", certificate.distance_bound === null ? "none" : number(certificate.distance_bound), "distance"],
     ["relative bound", bound === null ? "none" : number(bound), "relative"],

@@ -105,7 +105,7 @@ function bar(app, k, p, truth) {
 /** In place of what is computed still, or could not be. */
 export function notYet(app) {
   if (app.failed) return element("p", { class: "small" }, "Not computed: see above.");
-  return element("p", { class: "small computing" }, "Computing for the model as it is now …");
+  return element("p", { class: "small computing" }, "Computing for the present model …");
 }
 
 /** The strips of helpful and harmful points; words instead while these are computed. */

@@ -1,0 +1,211 @@
+"""Writes the tables of the documentation whose numbers come from records.
+
+`python scripts/make_numbers.py` writes every table that stands between `<!-- numbers: NAME -->` and
+`<!-- end of numbers -->`. With `--check` it changes nothing and fails where a page differs from its record.
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/methods.md", "docs/unlearning.md", "docs/howto/choose.md")
+BLOCK = re.compile(r"(<!-- numbers: ([a-z-]+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
+
+
+def record(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def table(head: str, rows: list[list[str]]) -> str:
+    columns = head.count("|") - 1
+    lines = [head, "|" + "---|" * columns, *("| " + " | ".join(row) + " |" for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def digits(value: float, count: int = 2) -> str:
+    """That many significant digits, whole numbers in full."""
+    if value == 0:
+        return "0"
+    whole = value >= 10 ** (count - 1)
+    return f"{value:.0f}" if whole else f"{float(f'{value:.{count}g}'):#.{count}g}".rstrip(".")
+
+
+def seconds(value: float) -> str:
+    return f"{digits(value)} s" if value >= 0.0995 else f"{digits(1e3 * value)} ms"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.2f} %" if share >= 1e-4 else f"{100 * share:.3f} %"
+
+
+def core() -> str:
+    names = {
+        "ours, one step": ("dualfluence, one step", "certified"),
+        "ours, two steps": ("dualfluence, two steps", "certified"),
+        "parameter space": ("parameter space, CG to 1e-8", "unknown"),
+        "paper's dual form": ("the paper's dual form", "unknown"),
+    }
+    found = {row["method"]: row for row in record("core_h200")["methods"]}
+    rows = [
+        [
+            name,
+            f"{digits(1e3 * found[key]['timing']['repeat'])} ms",
+            percent(found[key]["error"]),
+            known,
+        ]
+        for key, (name, known) in names.items()
+    ]
+    return table(
+        "| | repeated request | error, share of the change | distance to retraining |", rows
+    )
+
+
+def steps() -> str:
+    machines = [{r["method"]: r for r in record(f"core_{m}")["methods"]} for m in ("cpu", "h200")]
+
+    def cell(row: dict[str, Any]) -> str:
+        return f"{percent(row['error'])}, {seconds(row['timing']['repeat'])}"
+
+    rows = [
+        [name, *(cell(found[f"ours, {name}"]) for found in machines)]
+        for name in ("one step", "two steps")
+    ]
+    return table("| | 500 points, 2 CPU cores | 2,000 points, H200 |", rows)
+
+
+def by_agreement(machine: str) -> dict[str, Any]:
+    """Rows of the record, the best agreement on the CPU first."""
+    order = {r["method"]: -r["lds"] for r in record("attribution_cpu")["methods"]}
+    rows = record(f"attribution_{machine}")["methods"]
+    return {row["method"]: row for row in sorted(rows, key=lambda row: order[row["method"]])}
+
+
+def agreement() -> str:
+    rows = []
+    for name, row in by_agreement("cpu").items():
+        low, high = row["lds_interval"]
+        lds = f"{row['lds']:.3f} [{low:.2f}, {high:.2f}]"
+        rows.append([name, row["setting"] or "–", lds, f"{row['loo_correlation']:.2f}"])
+    return table("| method | damping | LDS | leave-one-out |", rows)
+
+
+def costs() -> str:
+    cpu, gpu = by_agreement("cpu"), by_agreement("h200")
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        memory = f"{max(1, round(row['peak_bytes'] / 2**20))} MiB"
+        return [seconds(row["seconds_first"]), seconds(row["seconds_repeat"]), memory]
+
+    rows = [[name, *cells(cpu[name]), *cells(gpu[name])] for name in cpu]
+    head = "| method | CPU, first | CPU, repeated | CPU, memory | H200, first |"
+    return table(f"{head} H200, repeated | H200, memory |", rows)
+
+
+LDS = [
+    ("ours, chosen: epochs all, kappa 3, shrunk (5 runs)", "ours, trajectory", "5"),
+    ("ours, chosen: epochs all, kappa 3, shrunk (1 run)", "ours, trajectory", "1"),
+    (
+        "ours, reference: epochs sketch, kappa 3, mean (1 run)",
+        "ours, mean of eight checkpoints",
+        "1",
+    ),
+    ("TRAK, exact kernel (50 halves)", "TRAK, exact kernel", "50 halves"),
+    ("TRAK, exact kernel (10 halves)", "TRAK, exact kernel", "10 halves"),
+    ("CG (1 run)", "CG", "1"),
+    ("influence, last checkpoint (1 run)", "influence, last checkpoint", "1"),
+    ("LiSSA (1 run)", "LiSSA, depth 100", "1"),
+    ("K-FAC (1 run)", "K-FAC", "1"),
+    ("EK-FAC (1 run)", "EK-FAC", "1"),
+    ("TRAK, exact kernel (1 halves)", "TRAK, exact kernel", "1 half"),
+    ("Nyström (1 run)", "Nyström, rank 100", "1"),
+    ("Arnoldi (1 run)", "Arnoldi, rank 100", "1"),
+    ("TracIn (1 run)", "TracIn", "1"),
+    ("gradient cosine (1 run)", "gradient cosine", "1"),
+    ("gradient dot (1 run)", "gradient dot", "1"),
+]
+"""Start of the name in the record, name and models trained in the page."""
+
+
+def lds() -> str:
+    recipes = record("attribution_lds_h200")["recipes"]
+
+    def cell(recipe: str, start: str) -> str:
+        for name, row in recipes[recipe]["table"].items():
+            if name.startswith(start):
+                low, high = row["interval"]
+                return f"{row['lds']:.3f} [{low:.3f}, {high:.3f}]"
+        return "–"
+
+    rows = [
+        [name, models, cell("mlp", start), cell("logistic", start)] for start, name, models in LDS
+    ]
+    ceilings = [f"{recipes[r]['ceiling']['value']:.3f}" for r in ("mlp", "logistic")]
+    rows.append(["noise ceiling", "–", *ceilings])
+    return table("| method | models trained | LDS, network | LDS, logistic |", rows)
+
+
+def forgetting(part: str, names: dict[str, str]) -> str:
+    measures = ("klom_forgotten", "klom_retained", "klom_test")
+    rows = []
+    for row in record("unlearning_metrics_cpu")[part]["table"]:
+        pairs = [f"{digits(low)}, {digits(high)}" for low, high in (row[m] for m in measures)]
+        last = [f"{row['membership_auc']:.3f}", digits(row["distance"])]
+        rows.append([names.get(row["method"], row["method"]), *pairs, *last])
+    head = "| method | KLOM forgotten | KLOM retained | KLOM test | membership AUC | distance |"
+    return table(head, rows)
+
+
+def forgetting_linearised() -> str:
+    ascent = {
+        "gradient ascent": "gradient ascent, 10 steps",
+        "fine-tuning": "fine-tuning, 50 steps",
+    }
+    return forgetting("linearised", {"retraining": "retraining (floor)", **ascent})
+
+
+def forgetting_network() -> str:
+    names = {
+        "retraining": "retraining (floor)",
+        "parameter space": "parameter space, Gauss-Newton",
+        "parameter space, exact Hessian": "parameter space, exact Hessian, damped",
+        "gradient ascent": "gradient ascent, 10 steps",
+        "fine-tuning": "fine-tuning, 60 epochs",
+    }
+    return forgetting("network", names)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "core": core,
+    "steps": steps,
+    "agreement": agreement,
+    "costs": costs,
+    "lds": lds,
+    "forgetting-linearised": forgetting_linearised,
+    "forgetting-network": forgetting_network,
+}
+
+
+def renewed(text: str) -> str:
+    """The page with every table as its record has it."""
+    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main(arguments: list[str]) -> int:
+    differing = []
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        if (new := renewed(text)) != text:
+            differing.append(page)
+            if "--check" not in arguments:
+                (ROOT / page).write_text(new)
+    if differing:
+        print("differ from their records:", ", ".join(differing))
+    return int(bool(differing) and "--check" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
