@@ -129,6 +129,22 @@ for _ in range(1000):
 """,
     ),
     (4,): (
+        "optax",
+        """
+import dualfluence as dfl, jax.numpy as jnp, optax
+schedule, params = lambda step: 0.1, {"w": jnp.ones((4, 3)) / 4}
+network = lambda params, x: x @ params["w"]
+optimizer, opt_states, checkpoints = optax.adamw(schedule), [], []
+state = optimizer.init(params)
+for _ in range(3):
+    gradient = jax.grad(lambda p: jnp.mean(network(p, x) ** 2))(params)
+    update, state = optimizer.update(gradient, state, params)
+    params = optax.apply_updates(params, update)
+    opt_states.append(state)
+    checkpoints.append(params)
+""",
+    ),
+    (5,): (
         "sklearn",
         """
 import dualfluence as dfl
@@ -139,7 +155,7 @@ X, y = x, (y > 0).astype(int)
 X_test, y_test = xq, (yq > 0).astype(int)
 """,
     ),
-    (5,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
+    (6,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
 }
 
 
@@ -148,10 +164,11 @@ X_test, y_test = xq, (yq > 0).astype(int)
     [
         pytest.param((1, 3), marks=pytest.mark.thorough),
         pytest.param((2,), marks=pytest.mark.frameworks),
-        pytest.param((4,), marks=pytest.mark.frameworks),
+        pytest.param((4,), marks=pytest.mark.thorough),
         pytest.param((5,), marks=pytest.mark.frameworks),
+        pytest.param((6,), marks=pytest.mark.frameworks),
     ],
-    ids=["flax", "torch", "scikit-learn taken over", "scikit-learn estimators"],
+    ids=["flax", "torch", "AdamW", "scikit-learn taken over", "scikit-learn estimators"],
 )
 def test_models_of_other_frameworks(tmp_path, blocks):
     """The page leaves JAX as it comes."""

@@ -227,10 +227,10 @@ def test_distances_are_explained_by_what_was_measured_at_default_precision():
 
 def test_the_larger_part_of_a_distance_is_named():
     results = made_up_fig1(60.0)
-    assert "the method itself sets this number" in why_parameter_space(results)
+    assert "the method itself determines this number" in why_parameter_space(results)
     distance = results["pieces"]["cnn/90"]["values"]["distance"]
     distance["exact"] = {"exact": distance["exact"]["exact"] | {PARAMETER: 1e-7}}
-    assert "gradient descent sets this number" in why_parameter_space(results)
+    assert "gradient descent determines this number" in why_parameter_space(results)
 
 
 def test_one_slow_call_does_not_make_a_claim_hold():
@@ -293,7 +293,7 @@ def test_figure_and_report_need_only_the_json(tmp_path):
     reproduce("fig1", out=tmp_path, plots_only=True, progress=False)
     page = (tmp_path / "report.html").read_text()
     assert page.count("data:image/png;base64,") == 1
-    assert "the method itself sets this number" in page
+    assert "the method itself determines this number" in page
     assert "Smoke scale" not in page
 
 

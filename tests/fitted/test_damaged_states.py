@@ -12,7 +12,7 @@ import cases
 import dualfluence as dfl
 import problems
 from dualfluence._support import archive
-from dualfluence.dual import _file
+from dualfluence.fitted import _file
 
 pytestmark = pytest.mark.host
 

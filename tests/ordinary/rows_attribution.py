@@ -98,12 +98,20 @@ def scores_of_a_run(at):
         assert np.isfinite(run.attribute(*args, method="projected").values).all()
 
 
+@row("attribution.LeadingProbes.directions", "attribution.RandomProbes.directions")
 @row("attribution.LeadingProbes", "attribution.RandomProbes")
 def directions_of_outputs(at):
+    f, rank = jnp.asarray(outputs(at.params, at.x), at.dtype), at.c - (at.c > 1)
+    targets = at.loss.prepare_targets(at.classes, at.c, at.x.dtype)
+    factor = at.loss.hess_factor(f, targets, jnp.full(at.n, 1 / at.n, at.dtype))
+    P = np.asarray(attribution.LeadingProbes(rank).directions(factor, f, jax.random.key(0)))
+    hess = oracles.LOSSES[at.loss_name](f, at.probabilities)[2] / at.n
+    at.close(np.einsum("nam,nbm->nab", P, P), hess)
+    drawn = attribution.RandomProbes(2).directions(factor, f, jax.random.key(0))
+    np.testing.assert_equal(drawn.shape, (at.n, at.c, 2))
     run = attribution.Trajectory(network, [at.params], [10], 0.1)
     args = (at.x, at.classes, at.xq, at.query_classes)
     exact = run.attribute(*args, loss=at.loss, probes=None)
-    rank = at.c - (at.c > 1)
     for probes in (rank, attribution.LeadingProbes(rank)):
         at.close(run.attribute(*args, loss=at.loss, probes=probes).values, exact.values, 30)
     drawn = run.attribute(*args, loss=at.loss, probes=attribution.RandomProbes(1))

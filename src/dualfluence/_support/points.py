@@ -183,7 +183,7 @@ def common_length(name: str, arrays: list[Any]) -> int:
     lengths = {a.shape[0] if a.ndim else None for a in arrays}
     if len(lengths) != 1 or None in lengths:
         raise ValueError(
-            f"{name}: every array needs one or more points on axis 0, all equally many, got shapes "
+            f"{name}: every array needs the points on axis 0, and the same number of them, got shapes "
             f"{[tuple(a.shape) for a in arrays]}."
         )
     return arrays[0].shape[0]
