@@ -180,7 +180,9 @@ REFUSED = {
     "needs the entries of K for an eigendecomposition, not Sharded": lambda: dfl.fit(
         kernel, X, X[:, :1], mesh=jax.devices()[:1], **LOSS
     ),
-    "needs at least two points that have a weight": lambda: dfl.fit(np.eye(1), None, np.ones(1), **LOSS),
+    "needs at least two points that have a weight": lambda: dfl.fit(
+        np.eye(1), None, np.ones(1), **LOSS
+    ),
     "the mean diagonal of K is 0": lambda: dfl.fit(np.zeros((3, 3)), None, np.ones(3), **LOSS),
 }
 

@@ -206,7 +206,10 @@ def test_queries_and_features_have_points():
     ):
         with pytest.raises(ValueError, match=words):
             checks.check_queries(queries, x)
-    for features, words in ((np.zeros((0, 2)), "at least one point"), (np.zeros((2, 0)), "not empty")):
+    for features, words in (
+        (np.zeros((0, 2)), "at least one point"),
+        (np.zeros((2, 0)), "not empty"),
+    ):
         with pytest.raises(ValueError, match=words):
             checks.as_features("x", features)
     np.testing.assert_array_equal(checks.as_dtype("x", [1.0, 2.0], np.uint8), [1, 2])

@@ -47,7 +47,9 @@ def test_a_salt_that_names_were_hashed_with_is_never_replaced(fitted, tmp_path, 
     salt.unlink()
     if text is not None:
         salt.write_text(text)
-    with pytest.raises(FileError, match="not a salt of this desk" if text is not None else "is missing"):
+    with pytest.raises(
+        FileError, match="not a salt of this desk" if text is not None else "is missing"
+    ):
         dfl.unlearning.open(tmp_path, fitted)
     assert salt.exists() == (text is not None)
 
