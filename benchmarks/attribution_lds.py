@@ -29,9 +29,9 @@ import jax.numpy as jnp
 import numpy as np
 from lds_candidates import OTHER_KAPPAS, REFERENCE, SETTINGS
 from lds_recipes import RECIPES, apply, make_train, pick, steps_at, train_runs
+from rivals import Trained, rival_scores
 
 import dualfluence as dfl
-from dualfluence.apps.bench import Trained, rival_scores
 from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
 from dualfluence.attribution._checkpoint import checkpoint_scores
 from dualfluence.attribution._rivals import DAMPINGS, trak_terms
@@ -155,9 +155,10 @@ class Bench:
         """Scores at one checkpoint, with root mean square one per query."""
         one, loss = self.trajectory(run, (epoch,), kappa), dfl.SoftmaxCrossEntropy()
         d = _check_data(one, *self.data, loss, "loss")
-        options = {"loss": loss, "ridge": one.ridge(0), "method": "outputs", "leverage": False}
+        options = {"loss": loss, "ridge": one.ridge(0), "key": jax.random.key(0)}
         start = time.perf_counter()
-        scores = checkpoint_scores(one.model(0), d.x, d.targets, d.xq, d.quantity, **options)
+        found = checkpoint_scores(one.model(0), d.x, d.targets, d.xq, d.quantity, **options)
+        scores = found.values
         size = jnp.sqrt(jnp.mean(scores**2, axis=1, keepdims=True))
         values = scores / jnp.where(size > 0, size, 1)
         if not jnp.isfinite(values).all():
@@ -275,7 +276,7 @@ class Bench:
     def check_library(self, setting):
         """Scores of a setting are those of the library's own call; float32 rounding apart."""
         run = self.trajectory(0, [e for e, _ in setting.keys(self.recipe)], setting.kappa)
-        options = {"combine": setting.combine, "method": "outputs", "progress": False}
+        options = {"combine": setting.combine, "probes": None, "progress": False}
         got = attribute_runs([run], *self.data, **options).values
         want = setting.combined(self.kept[:1], self.recipe)
         worst = np.abs(got - want).max() / np.abs(want).max()

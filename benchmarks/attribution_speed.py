@@ -20,8 +20,8 @@ import numpy as np
 
 import dualfluence as dfl
 from dualfluence.apps.compare._networks import fully_connected
-from dualfluence.dual._inverse import folded
 from dualfluence.dual._many import problem_of
+from dualfluence.linalg._inverse import folded
 
 
 def median_seconds(call, repeats):

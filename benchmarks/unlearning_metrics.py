@@ -27,12 +27,12 @@ import numpy as np
 
 jax.config.update("jax_enable_x64", True)
 
+from forgetting import linear, network  # noqa: E402
+from forgetting import measures as metrics  # noqa: E402
+
 import dualfluence as dfl  # noqa: E402
-from dualfluence.apps.compare import _forget_linear as linear  # noqa: E402
-from dualfluence.apps.compare import _forget_network as network  # noqa: E402
 from dualfluence.apps.compare import _look, _names  # noqa: E402
 from dualfluence.apps.compare._machine import environment, num_cores  # noqa: E402
-from dualfluence.unlearning import _metrics as metrics  # noqa: E402
 
 LOSS = dfl.SoftmaxCrossEntropy()
 TEST_POINTS, TUNING = 200, 5

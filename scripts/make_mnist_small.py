@@ -11,10 +11,10 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+import pooch
 
 import dualfluence.datasets
 from dualfluence.datasets._dataset import balanced_order
-from dualfluence.datasets._files import sha256_of
 from dualfluence.datasets._mnist import FILES, NUM_CLASSES, SMALL_FILE, read_split
 
 PER_CLASS = 200
@@ -26,7 +26,7 @@ def main() -> None:
     folder = parser.parse_args().folder
 
     for remote in FILES.values():
-        found = sha256_of(folder / remote.name)
+        found = pooch.file_hash(folder / remote.name)
         if found != remote.sha256:
             raise SystemExit(f"{remote.name}: SHA-256 {found}, expected {remote.sha256}")
 
@@ -40,7 +40,7 @@ def main() -> None:
     target = Path(dualfluence.datasets.__file__).parent / SMALL_FILE
     with target.open("wb") as file:
         np.savez_compressed(file, **arrays)
-    print(f"{target.name}: {target.stat().st_size} bytes, SHA-256 {sha256_of(target)}")
+    print(f"{target.name}: {target.stat().st_size} bytes, SHA-256 {pooch.file_hash(target)}")
 
 
 if __name__ == "__main__":

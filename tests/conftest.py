@@ -61,12 +61,12 @@ MOST_MAPS = 20_000
 
 STRICT = (
     "attribution/test_evaluate.py",
-    "dual/test_damaged_states.py",
-    "dual/test_drift.py",
+    "fitted/test_damaged_states.py",
+    "fitted/test_drift.py",
     "dual/test_floor.py",
-    "dual/test_saved_states.py",
-    "dual/test_show.py",
-    "dual/test_triangular.py",
+    "fitted/test_saved_states.py",
+    "fitted/test_show.py",
+    "linalg/test_triangular.py",
     "losses/",
     "models/",
     "operators/test_checks.py",

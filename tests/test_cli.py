@@ -3,12 +3,15 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from dualfluence import datasets
 from dualfluence.apps import bench, cli, demo
+from dualfluence.apps.cli import _app as cli_app
 from dualfluence.apps.cli._app import app
 from dualfluence.apps.compare._look import COLOURS, STYLES
 from dualfluence.apps.compare._names import (
@@ -42,6 +45,26 @@ def test_bench_refuses_unknown_names(tmp_path):
     result = runner.invoke(app, ["bench", "everything", "--out", str(tmp_path / "x.json")])
     assert result.exit_code != 0
     assert list(tmp_path.iterdir()) == []
+
+
+def test_benchmarks_of_the_repository_are_started_with_their_options(tmp_path, monkeypatch):
+    started = []
+
+    def run(command, check):
+        started.append(command)
+        return SimpleNamespace(returncode=3)
+
+    monkeypatch.setattr(cli_app.subprocess, "run", run)
+    out = str(tmp_path / "x.json")
+    for what in ("kernels", "attribution"):
+        result = runner.invoke(app, ["bench", what, "--out", out, "--repeats", "2"])
+        assert result.exit_code == 3
+        script = Path(started[-1][1])
+        assert script.is_file()
+        assert script.stem == what
+        assert started[-1][2:4] == ["--repeats=2", f"--out={out}"]
+    monkeypatch.setattr(cli_app, "__file__", str(tmp_path / "a/b/c/d/e.py"))
+    assert "checkout" in runner.invoke(app, ["bench", "kernels"]).output
 
 
 def test_plan_says_what_fits_and_fails_where_nothing_does():

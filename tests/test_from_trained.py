@@ -1,5 +1,7 @@
 """Networks that the user trained, linear models anchored at zero, nonlinear networks."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ import dualfluence as dfl
 import oracles
 import problems
 from dualfluence.dual._fidelity import see
-from dualfluence.dual._setup import _check_linear
+from dualfluence.fitted._setup import _check_linear
 
 SIZES = (5, 40, 3)
 N = 20
@@ -338,7 +340,7 @@ def test_nonlinear_networks_are_never_certified(tangent, tmp_path):
         assert not made.certificate.certified
         assert made.certificate.distance_bound == np.inf
         assert made.certificate.relative_bound == np.inf
-    with pytest.raises(ValueError, match=r"no certificate\. Use steps="):
+    with pytest.raises(ValueError, match=r"no certificate\. Leave it out; edits take steps="):
         fitted.edit(dfl.Remove([0]), until=1e-3)
     a, b = (f.edit(dfl.Remove([0]), steps=2).predict(x) for f in (loaded, fitted))
     np.testing.assert_array_equal(a, b)
@@ -421,4 +423,18 @@ def test_anchor_zero_takes_linear_models_of_any_size():
     rng = np.random.default_rng(0)
     x = 1e200 * rng.normal(size=(8, 3))  # squares of outputs overflow, the model is linear
     model = dfl.linearize(lambda w, x: x @ w, jnp.ones((3, 1)), anchor="zero")
-    _check_linear(model, jnp.asarray(x))
+    _check_linear("fit", model, jnp.asarray(x))
+
+
+def test_messages_name_what_was_called():
+    """A check that several entries share speaks of the one that was called, and of its own option."""
+    theta, x, y = _network()
+    model = dfl.linearize(cases.mlp, theta)
+    options = {"loss": dfl.SquaredError(), "ridge": 3.0, "progress": False}
+    with pytest.raises(ValueError, match="from_trained: x is None, but a network needs"):
+        dfl.from_trained(model, theta, None, y, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dfl.FidelityWarning)
+        fitted = dfl.from_trained(model, theta, x, y, **options)
+    with pytest.raises(ValueError, match="attribute: refine asks for a certified distance"):
+        fitted.attribute(x[:1], y[:1], refine=1e-3, progress=False)

@@ -22,13 +22,14 @@ ORDER = [
     "_version",
     "_support",
     "_plan metrics",
+    "linalg",
     "losses kernels infinite datasets",
     "operators",
     "problem models solvers",
     "store",
     "dual",
-    "primal",
     "attribution",
+    "fitted primal",
     "unlearning",
     "adapters",
     "apps",
@@ -39,9 +40,11 @@ ORDER = [
 APPS = ["compare", "page", "attribute paper", "demo bench serve", "explore", "cli"]
 ENTRANCE = {"__init__", "__main__", "_version"}
 MAX_ROOT = 3
+STRUCTURES = ("Operator", "Source", "Wrapper", "Preconditioner")
+"""How classes end whose structure is a method with a loud default."""
 MAY_ASK_FOR_TYPES = {
     "solvers._cholesky",
-    "dual._leave_one_out",
+    "attribution._leave_one_out",
     "models._sources",
 }
 """Where `isinstance` may look at operators and sources: closed forms for certain structures, twice, and
@@ -114,15 +117,22 @@ def cycle(edges):
 
 
 def type_questions(source):
-    """`isinstance` tests on classes named `...Operator` or `...Source`."""
+    """`isinstance` tests on classes named as in `STRUCTURES`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
             names = [n.id for n in ast.walk(node.args[1]) if isinstance(n, ast.Name)]
-            yield from (n for n in names if n.endswith(("Operator", "Source", "Wrapper")))
+            yield from (n for n in names if n.endswith(STRUCTURES))
 
 
 def test_rooms_use_only_earlier_rooms():
     assert rooms_out_of_order(graph(modules()), ORDER) == []
+
+
+def test_parameter_space_knows_nothing_of_dual_variables():
+    used = {name: found for name, found in graph(modules()).items() if name.startswith("primal.")}
+    assert not [
+        m for found in used.values() for m in found if m.split(".")[0] in ("dual", "fitted")
+    ]
 
 
 def test_apps_use_only_earlier_apps():
@@ -154,7 +164,7 @@ def test_structures_are_asked_by_methods():
     [
         "from ..dual import fit",
         "from ..dual._fit import fit",
-        "import dualfluence.dual._fit",
+        "import dualfluence.fitted._fit",
         "from dualfluence import dual",
         "def f():\n    from ..dual._fit import fit",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..dual import _fit",
@@ -170,3 +180,4 @@ def test_a_ring_and_a_type_question_are_seen():
     ring = {"dual.__init__": "", "dual._a": one, "dual._b": "from ._a import save"}
     assert cycle(graph(ring)) is not None
     assert list(type_questions("isinstance(op, (DenseOperator, int))")) == ["DenseOperator"]
+    assert list(type_questions("isinstance(p, NoPreconditioner)")) == ["NoPreconditioner"]

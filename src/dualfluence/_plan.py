@@ -71,7 +71,7 @@ class PlanError(ValueError):
 
 
 @dataclass(frozen=True)
-class Form:
+class KernelForm:
     """One way to store `K`, and its cost.
 
     - `name`: `"dense"`, `"kronecker"`, `"matrix-free"`, `"low-rank"` or `"stored"`.
@@ -102,15 +102,15 @@ class Form:
 class Plan(Shown):
     """All forms, the one that `fit` chooses, and why; `print` it."""
 
-    forms: tuple[Form, ...]
+    forms: tuple[KernelForm, ...]
     chosen: str
     reason: str
     assumptions: str
 
-    def __getitem__(self, name: str) -> Form:
+    def __getitem__(self, name: str) -> KernelForm:
         return next(form for form in self.forms if form.name == name)
 
-    def require(self, name: str) -> Form:
+    def require(self, name: str) -> KernelForm:
         """The form of that name, or a `PlanError` with advice if it would not fit."""
         form = self[name]
         if not form.fits:
@@ -218,9 +218,9 @@ def plan(
     share = held // devices * held * size
     sketch = _sketch_bytes(n, c, rank, size, devices)
 
-    def form(name: str, total: int, each: int, work: int, seconds: float, note: str) -> Form:
+    def form(name: str, total: int, each: int, work: int, seconds: float, note: str) -> KernelForm:
         fits = each <= SHARE * memory and each + work <= HARD_SHARE * memory
-        return Form(name, total, each, work, fits, products, seconds, note)
+        return KernelForm(name, total, each, work, fits, products, seconds, note)
 
     where = f"rows on {devices} devices" if devices > 1 else "one read of K per product"
     copies = TILE_COPIES if structure == "dense" else 1
@@ -309,7 +309,7 @@ def measure_speed() -> tuple[float, float]:
     return K.nbytes / seconds(K[0]), 2 * K.size * block.shape[1] / seconds(block)
 
 
-def _choose(forms: list[Form], memory: int) -> tuple[str, str]:
+def _choose(forms: list[KernelForm], memory: int) -> tuple[str, str]:
     """The choice of `fit(kernel="auto")`: store K if it fits, else compute without it."""
     first = forms[0]
     each, budget = first.bytes_per_device, int(SHARE * memory)

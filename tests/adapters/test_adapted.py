@@ -115,8 +115,10 @@ def test_a_schedule_becomes_its_mean_up_to_each_checkpoint():
 
 
 def test_a_torch_optimiser_is_read():
-    record = dfl.adapters.sgd_record(FakeSGD({"lr": 0.1, "momentum": 0.9}), [1, 4])
-    assert record == {"steps": [1, 4], "learning_rate": [0.1, 0.1], "momentum": 0.9}
+    group = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+    record = dfl.adapters.sgd_record(FakeSGD(group), [1, 4])
+    rest = {"momentum": 0.9, "weight_decay": 0.01}
+    assert record == {"steps": [1, 4], "learning_rate": [0.1, 0.1], **rest}
 
 
 @pytest.mark.parametrize(

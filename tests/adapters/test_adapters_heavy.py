@@ -1,5 +1,6 @@
 """Models of Haiku, Keras and PyTorch, trained as their users do: `make frameworks`."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -284,9 +285,10 @@ def test_torch_sgd_and_an_optax_schedule_become_records():
     import optax
     import torch
 
-    sgd = torch.optim.SGD(torch_net().parameters(), lr=0.1, momentum=0.9)
+    sgd = torch.optim.SGD(torch_net().parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
     record = dfl.adapters.sgd_record(sgd, [3, 6])
-    assert record == {"steps": [3, 6], "learning_rate": [0.1, 0.1], "momentum": 0.9}
+    rest = {"momentum": 0.9, "weight_decay": 0.01}
+    assert record == {"steps": [3, 6], "learning_rate": [0.1, 0.1], **rest}
     rates = []
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, 6)
     for _ in range(6):
@@ -299,3 +301,43 @@ def test_torch_sgd_and_an_optax_schedule_become_records():
     theirs = dfl.adapters.sgd_record(optax.cosine_decay_schedule(0.1, 6), [3, 6], momentum=0.9)
     # Optax counts in float32 where it is not told otherwise.
     np.testing.assert_allclose(ours["learning_rate"], theirs["learning_rate"], rtol=1e-6)
+
+
+def test_what_torch_adamw_keeps_is_the_diagonal_of_its_step():
+    """Without a first moment the step is −η(Pg + decay·θ): P read off the parameters and off the state."""
+    import torch
+
+    model = torch_net()
+    options = {"lr": 1e-3, "betas": (0.0, 0.99), "eps": 1e-6, "weight_decay": 0.1}
+    adamw = torch.optim.AdamW(model.named_parameters(), **options)
+    adapted = dfl.adapters.from_torch(model)
+    inputs = torch.as_tensor(np.asarray(IMAGES))
+    states = []
+    for _ in range(4):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        adamw.zero_grad()
+        (model(inputs) ** 2).mean().backward()
+        gradient = {name: p.grad.clone() for name, p in model.named_parameters()}
+        adamw.step()
+        states.append(copy.deepcopy(adamw.state_dict()))
+    record = dfl.adapters.adam_record(states[1:], adapted.params)
+    assert record["steps"] == [2, 3, 4]
+    assert record["weight_decay"] == 0.1
+    np.testing.assert_allclose(record["learning_rate"], 1e-3)
+    last = record["preconditioner"][-1]["params"]
+    for name, p in model.named_parameters():
+        step = p.detach() - before[name] + 1e-3 * 0.1 * before[name]
+        want = -1e-3 * np.asarray(last[name]) * gradient[name].numpy()
+        np.testing.assert_allclose(step.numpy(), want, rtol=1e-6, atol=1e-9)
+    run = dfl.attribution.Trajectory(adapted, [adapted.read(model)] * 3, **record)
+    assert run.ridge(2) == pytest.approx(0.1 + 1 / (3 * 1e-3 * 4))
+    names = [name for name, _ in model.named_parameters()]
+    unnamed = torch.optim.Adam(model.parameters(), weight_decay=0.1)
+    unnamed.step()
+    with pytest.raises(ValueError, match="AdamW"):
+        dfl.adapters.adam_record([unnamed.state_dict()], adapted.params, names=names)
+    plain = torch.optim.Adam(model.parameters())
+    plain.step()
+    with pytest.raises(ValueError, match="named_parameters"):
+        dfl.adapters.adam_record([plain.state_dict()], adapted.params)
+    dfl.adapters.adam_record([plain.state_dict()], adapted.params, names=names)

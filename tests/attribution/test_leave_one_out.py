@@ -12,7 +12,7 @@ import dualfluence as dfl
 import gates
 import oracles
 import problems
-from dualfluence.dual._leave_one_out import leave_one_out
+from dualfluence.attribution._leave_one_out import leave_one_out
 
 N, C, Q = 9, 3, 4
 ROUNDING = 1e-10

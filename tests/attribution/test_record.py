@@ -56,7 +56,7 @@ def test_a_damaged_file_is_refused(tmp_path):
 
 def test_a_foreign_file_is_refused(tmp_path):
     np.savez(tmp_path / "other.npz", values=np.ones(3))
-    with pytest.raises(ValueError, match="not a saved attribution"):
+    with pytest.raises(ValueError, match="not written by dualfluence"):
         Attribution.load(tmp_path / "other.npz")
 
 

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import cases
-import dualfluence as dfl
 from dualfluence.attribution import Trajectory, _checkpoint, attribute_runs
 from dualfluence.attribution._trajectory import shrunk
 from dualfluence.kernels._linearized import Linearized
@@ -160,19 +159,6 @@ def test_leverage_is_leave_one_out_in_closed_form():
         H = ridge * np.eye(J.shape[2]) + sum(J[j].T @ W[j] @ J[j] for j in range(N) if j != i)
         want[:, i] = np.einsum("qap,qa->qp", J_q, v) @ np.linalg.solve(H, J[i].T @ g[i])
     np.testing.assert_allclose(got, _unit(want), rtol=1e-7, atol=1e-9)
-
-
-def test_one_output_loses_nothing_by_margins():
-    rng = np.random.default_rng(0)
-    x, xq = rng.normal(size=(N, D)), rng.normal(size=(Q, D))
-    y, yq = rng.normal(size=(N, 1)), rng.normal(size=(Q, 1))
-    params = cases.mlp_params(jax.random.key(0), (D, 6, 1))
-    run = Trajectory(cases.mlp, [params], steps=[5], learning_rate=0.1)
-    options = {"loss": dfl.SquaredError(), "progress": False}
-    full = run.attribute(x, y, xq, yq, method="outputs", **options)
-    margin = run.attribute(x, y, xq, yq, method="margin", **options)
-    np.testing.assert_allclose(margin.values, full.values, rtol=1e-7, atol=1e-9)
-    assert any("margins" in note for note in margin.notes)
 
 
 def test_projected_gradients_approach_the_full_kernel():

@@ -73,11 +73,11 @@ def test_only_unused_parameters_give_a_zero_kernel():
 @pytest.mark.parametrize(
     ("out", "text"),
     [
-        (lambda y: y[:, 0], r"must return shape \(7, c\) for 7 points, got \(7,\)"),
+        (lambda y: y[:, 0], r"must return an array of shape \(n, c\) = \(7, c\), got \(7,\)"),
         (lambda y: y[:, :, None], r"got \(7, 3, 1\)"),
         (lambda y: y.sum(0, keepdims=True), r"got \(1, 3\)"),
         (lambda y: (y, y), "got 2 arrays"),
-        (lambda y: jnp.argmax(y, 1, keepdims=True), "outputs are int"),
+        (lambda y: jnp.argmax(y, 1, keepdims=True), "real floating-point numbers, got int"),
     ],
 )
 def test_wrong_outputs(out, text):

@@ -74,13 +74,13 @@ def test_tiles_on_disk_agree_on_every_point(kinked, tmp_path):
     assert smallest_share(held.operator().mm(eye)) > -1e-6
 
 
-@pytest.mark.parametrize("method", ["outputs", "margin"])
+@pytest.mark.parametrize("probes", [None, 1])
 def test_scores_of_a_checkpoint_do_not_fail_where_rounding_switches_units(
-    kinked, method, monkeypatch
+    kinked, probes, monkeypatch
 ):
     params, x = kinked
     monkeypatch.setattr(_checkpoint, "_rows_at_once", lambda n, c, dtype: 7)
     run = Trajectory(network, [params], steps=[10_000], learning_rate=0.1)
     y = np.arange(POINTS) % OUTPUTS
-    options = {"method": method, "progress": False}
+    options = {"probes": probes, "progress": False}
     assert np.isfinite(run.attribute(x, y, x[:5] + 0.1, y[:5], **options).values).all()

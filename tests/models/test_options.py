@@ -70,7 +70,7 @@ def test_a_kernel_that_is_there_is_taken_everywhere(name, monkeypatch):
     monkeypatch.setattr(
         dfl.Linearized, "kernel", lambda *a, **k: (computed.append(len(a[1])), original(*a, **k))[1]
     )
-    monkeypatch.setattr("dualfluence.dual._setup.PROBES", 2)
+    monkeypatch.setattr("dualfluence.fitted._setup.PROBES", 2)
     for kernel in (op, dfl.KernelOptions(operator=op)):
         got = call(kernel)
         np.testing.assert_array_equal(answer(got), answer(want))

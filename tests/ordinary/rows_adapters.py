@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 import dualfluence as dfl
 from dualfluence import adapters
@@ -88,6 +89,21 @@ def a_record_of_training(at):
     np.testing.assert_array_equal(record["steps"], [1, 3])
     run = dfl.attribution.Trajectory(network, [at.params, at.other], **record)
     np.testing.assert_allclose(run.ridge(0), 0.1 / (dfl.attribution.KAPPA * 0.1))
+
+
+@row("adapters.adam_record")
+def a_record_of_adam(at):
+    optimizer = optax.adamw(0.1, b2=0.9, weight_decay=0.01)
+    params, state = at.params, optimizer.init(at.params)
+    gradients = jax.tree.map(jnp.ones_like, params)
+    for _ in range(2):
+        _, state = optimizer.update(gradients, state, params)
+    given = {"learning_rate": 0.1, "b2": 0.9, "weight_decay": 0.01}
+    record = adapters.adam_record([state], params, **given)
+    for leaf in jax.tree.leaves(record["preconditioner"]):  # v̂ = 1 at every step
+        at.close(leaf, np.ones(leaf.shape))
+    run = dfl.attribution.Trajectory(network, [params], **record)
+    np.testing.assert_allclose(run.ridge(0), 0.01 + 1 / (dfl.attribution.KAPPA * 0.1 * 2))
 
 
 CLASSIFIER, REGRESSOR = "DualInfluenceClassifier", "DualInfluenceRegressor"

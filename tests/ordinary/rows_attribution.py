@@ -95,9 +95,20 @@ def scores_of_a_run(at):
     np.testing.assert_equal(two.values.shape, (at.q, at.n))
     assert np.isfinite(two.values).all()
     if at.c > 1:
-        for method in ("margin", "projected"):
-            values = run.attribute(*args, method=method).values
-            assert np.isfinite(values).all()
+        assert np.isfinite(run.attribute(*args, method="projected").values).all()
+
+
+@row("attribution.LeadingProbes", "attribution.RandomProbes")
+def directions_of_outputs(at):
+    run = attribution.Trajectory(network, [at.params], [10], 0.1)
+    args = (at.x, at.classes, at.xq, at.query_classes)
+    exact = run.attribute(*args, loss=at.loss, probes=None)
+    rank = at.c - (at.c > 1)
+    for probes in (rank, attribution.LeadingProbes(rank)):
+        at.close(run.attribute(*args, loss=at.loss, probes=probes).values, exact.values, 30)
+    drawn = run.attribute(*args, loss=at.loss, probes=attribution.RandomProbes(1))
+    assert np.isfinite(drawn.values).all()
+    assert "random" in " ".join(drawn.notes)
 
 
 @row(*each("attribution", "Attribution", "top num_points num_queries save load with_features"))

@@ -25,7 +25,7 @@ def kinds(at):
 @row(*each("losses", "AbstractFactor DiagonalFactor SoftmaxFactor BlockFactor", "mv rmv hess_mv"))
 @row(*each("losses", "AbstractFactor DiagonalFactor SoftmaxFactor BlockFactor", "hess_diagonal"))
 @row(*each("losses", "AbstractFactor DiagonalFactor SoftmaxFactor BlockFactor", "min_curvature"))
-@row(*each("losses", "AbstractFactor DiagonalFactor SoftmaxFactor BlockFactor", "narrow"))
+@row(*each("losses", "AbstractFactor DiagonalFactor SoftmaxFactor BlockFactor", "narrow folded"))
 def every_loss(at):
     f, v, s = (
         at.array(at.n, at.c, seed=11),
@@ -58,6 +58,11 @@ def every_loss(at):
         at.close(diagonal, s[:, None] * np.einsum("naa->na", hess), 2)
         narrow = factor.narrow()
         at.close(narrow.mv(narrow.rmv(v)), s[:, None] * product, 4)
+        K = np.asarray(at.K, float).reshape(at.n * at.c, -1)
+        folded = narrow.folded(jnp.asarray(K, at.dtype), at.c)
+        columns = jnp.eye(folded.shape[0], dtype=at.dtype).reshape(at.n, -1, folded.shape[0])
+        R = np.asarray(narrow.mv(columns), float).reshape(at.n * at.c, -1)
+        at.close(folded, R.T @ K @ R, 10)
         assert float(factor.min_curvature) > -1e-5
     np.testing.assert_array_equal(sorted(met), ["BlockFactor", "DiagonalFactor", "SoftmaxFactor"])
 

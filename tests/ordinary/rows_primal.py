@@ -84,7 +84,7 @@ def the_tolerance_of_the_paper(at):
 
 
 @row("primal.attribute")
-@row(*each("primal", f"AbstractPrimalSolver {SOLVERS}", "prepare"), shared=True)
+@row(*each("primal", f"AbstractPrimalSolver {SOLVERS}", "inverse"), shared=True)
 def scores_in_parameter_space(at):
     theta, _ = optimum(at)
     common, rtol = options(at)
@@ -93,7 +93,7 @@ def scores_in_parameter_space(at):
     depth = primal.LiSSA(depth=2000)
     for solver in (*exact, depth):
         assert isinstance(solver, primal.AbstractPrimalSolver)
-        assert callable(solver.prepare)
+        assert callable(solver.inverse)
         found = primal.attribute(
             at.model, theta, at.x, at.y, at.xq, at.yq, solver=solver, on_failure="report", **common
         )

@@ -39,7 +39,8 @@ def system_of(at, op=None, rtol=None):
 @row(*each("solvers", "AbstractDualSolver", "solve describe"), "solvers.Solution")
 @row(*each("solvers", "LinearSystem", "defect relative_residual is_stable"))
 @row(
-    *each("solvers", "NoPreconditioner", "inverse"), *each("solvers", "Gathered", "solve describe")
+    *each("solvers", "NoPreconditioner", "inverse sketch on_rows"),
+    *each("solvers", "Gathered", "solve describe"),
 )
 def solves_in_data_space(at):
     system, A, b = system_of(at)
@@ -65,12 +66,14 @@ def solves_in_data_space(at):
     np.testing.assert_array_equal(
         solvers.NoPreconditioner().inverse(system.factor, system.ridge)(at.y), at.y
     )
+    nothing = solvers.NoPreconditioner().on_rows(lambda rows: rows[:1])
+    assert nothing.sketch is None
     assert isinstance(dfl.Auto().choose(system.op).reason, str)
     assert isinstance(dfl.Auto(direct_size=0).choose(system.op).solver, dfl.CG)
 
 
 @row("solvers.conjugate_gradients", "solvers.spectral_preconditioner")
-@row(*each("solvers", "AbstractPreconditioner SpectralPreconditioner", "inverse"))
+@row(*each("solvers", "AbstractPreconditioner SpectralPreconditioner", "inverse sketch on_rows"))
 @row(*each("solvers", "Refined", "solve describe"))
 def parts_of_solvers(at):
     A = at.K.reshape(at.n * at.c, -1) + np.eye(at.n * at.c)
@@ -91,6 +94,8 @@ def parts_of_solvers(at):
     v = at.array(at.n, at.c, seed=34)
     B_v = at.ridge * v + system.factor.rmv(system.op.mv(system.factor.mv(v)))
     at.close(apply(B_v), v, 20)
+    turned = made.on_rows(lambda rows: rows[::-1])
+    np.testing.assert_array_equal(turned.sketch, np.asarray(made.sketch)[::-1])
     inner = solvers.Refined(dfl.Cholesky())
     assert "refined" in inner.describe(system.op)
     if at.bits == 64:

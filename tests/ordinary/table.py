@@ -32,7 +32,7 @@ MEMBERS = (types.FunctionType, property, functools.cached_property, classmethod,
 
 
 def names_to_call() -> set[str]:
-    """`fit`, `Fitted.edit`, `primal.CG.prepare`: public functions, classes and their members, once each."""
+    """`fit`, `Fitted.edit`, `primal.CG.inverse`: public functions, classes and their members, once each."""
     found, seen = set(), set()
     for namespace in public_namespaces():
         module = importlib.import_module(namespace)

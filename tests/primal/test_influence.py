@@ -12,7 +12,7 @@ import dualfluence as dfl
 import gates
 import oracles
 import problems
-from dualfluence.primal import _influence
+from dualfluence.primal import _solvers
 from users import ordinary
 
 LOSSES = {
@@ -306,12 +306,12 @@ def test_other_indices_compile_nothing(linearised):
         return update.predict(x)
 
     once(dfl.Remove([0]))
-    before = _influence.COUNTERS["traces"]
+    before = _solvers.COUNTERS["traces"]
     for edit in (dfl.Remove([1]), dfl.Remove(np.arange(7)), dfl.Relabel([2], [0])):
         once(edit)
     options["ridge"], options["rtol"] = 1.5, 1e-6
     once(dfl.Reweight([0, 1], [2.0, 0.5]))
-    assert _influence.COUNTERS["traces"] == before
+    assert _solvers.COUNTERS["traces"] == before
 
 
 def test_convex_loss_matches_its_closed_form():

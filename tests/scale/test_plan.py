@@ -158,7 +158,7 @@ def test_a_size_and_its_limit_can_be_told_apart():
 def test_the_plan_is_what_fit_does(monkeypatch):
     """At the limit a kernel is held by both, a byte below by neither: one policy."""
     from dualfluence._support import memory
-    from dualfluence.dual._setup import choose_form
+    from dualfluence.fitted._setup import choose_form
     from dualfluence.models._sources import as_source
 
     model = dfl.linearize(lambda p, x: x @ p, jnp.ones((2, 1), jnp.float32))

@@ -229,6 +229,23 @@ def test_a_proposal_changes_nothing(either_path):
     np.testing.assert_array_equal(first.fitted.alpha, second.fitted.alpha)
 
 
+def test_of_two_proposals_from_one_state_the_last_can_be_accepted(either_path):
+    """They share scratch memory: the first would eliminate the second's point from then on."""
+    p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
+    engine = Engine(cases.fit(p), drift=100.0)
+    run(engine, [2])
+    before = engine.work
+    first, second = (engine.propose([dfl.Remove([point])]) for point in (5, 9))
+    assert engine.work is before
+    with pytest.raises(RuntimeError, match="another request was proposed after this one"):
+        engine.accept(first)
+    engine.accept(second)
+    run(engine, [11])
+    alone = Engine(cases.fit(p), drift=100.0)
+    run(alone, [2, 9, 11])
+    np.testing.assert_allclose(engine.fitted.alpha, alone.fitted.alpha, atol=1e-12)
+
+
 @pytest.mark.parametrize("points", [[3], [5, 3], [24], [-1]])
 def test_a_refused_request_changes_nothing(either_path, points):
     # On a device the step is under way before the request is refused.

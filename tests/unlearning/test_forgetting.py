@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +15,17 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.apps.compare import _forget_linear, _forget_network
-from dualfluence.unlearning import _metrics
 from users import ordinary
 
 pytestmark = pytest.mark.thorough
+
+# By its path: another module beside it has the name of an installed package.
+FOLDER = Path(__file__).parents[2] / "benchmarks/forgetting"
+SPEC = importlib.util.spec_from_file_location("forgetting", FOLDER / "__init__.py")
+sys.modules["forgetting"] = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(sys.modules["forgetting"])
+
+from forgetting import linear, measures, network  # noqa: E402
 
 
 def test_margins_are_those_of_the_definition():
@@ -60,10 +69,10 @@ def test_ours_is_nearer_to_retraining_than_the_baselines():
     fitted = dfl.fit(
         cases.model(p), p.x, y, loss=dfl.SoftmaxCrossEntropy(), ridge=0.05, progress=False
     )
-    setting = _metrics.Setting(np.array([1, 2, 3]), p.x_q, y, np.array([0, 1, 0]))
+    setting = measures.Setting(np.array([1, 2, 3]), p.x_q, y, np.array([0, 1, 0]))
     exact = fitted.retrain(dfl.Remove(setting.forgotten), progress=False)
-    names = ("retraining", *_forget_linear.METHODS)
-    found = {name: [_forget_linear.forget_linear(fitted, exact, setting, name)] for name in names}
+    names = ("retraining", *linear.METHODS)
+    found = {name: [linear.forget_linear(fitted, exact, setting, name)] for name in names}
     away = {name: each[0].distance for name, each in found.items()}
     assert away["retraining"] < 1e-9
     assert away["ours, two steps"] < away["ours, one step"] < 0.2
@@ -73,11 +82,11 @@ def test_ours_is_nearer_to_retraining_than_the_baselines():
     for name in ("gradient ascent", "fine-tuning"):
         assert away["ours, one step"] < away[name]
     rows = [
-        _metrics.measure_forgetting(name, found[name], found["retraining"], setting)
+        measures.measure_forgetting(name, found[name], found["retraining"], setting)
         for name in names
     ]
     assert rows[0].klom_forgotten == (0, 0)
-    table = dfl.unlearning.forgetting_table(rows)
+    table = measures.forgetting_table(rows)
     assert len(table.splitlines()) == 2 + len(names)
 
 
@@ -102,17 +111,17 @@ def _trained(models=6):
     """Small networks that memorise random labels, so that forgetting shows."""
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(20, 3)), rng.integers(0, 3, 20)
-    setting = _metrics.Setting(
+    setting = measures.Setting(
         np.array([0, 5, 11, 14]), rng.normal(size=(30, 3)), y, rng.integers(0, 3, 30)
     )
     loss = dfl.SoftmaxCrossEntropy()
-    nets = _forget_network.Networks(_net, x, y, loss, 0.02, epochs=150, batch=5, rate=0.1)
+    nets = network.Networks(_net, x, y, loss, 0.02, epochs=150, batch=5, rate=0.1)
     keys = jax.random.split(jax.random.key(0), 2 * models)
     params, gone = _starts(keys), nets.weights(setting.forgotten)
-    exact = _forget_network.unstack(_forget_network.train(nets, params, keys, gone))
+    exact = network.unstack(network.train(nets, params, keys, gone))
     first = jax.tree.map(lambda leaf: leaf[:models], params)
-    before = _forget_network.train(nets, first, keys[:models], nets.weights())
-    return nets, setting, _forget_network.unstack(before), exact[:models], exact[models:], keys
+    before = network.train(nets, first, keys[:models], nets.weights())
+    return nets, setting, network.unstack(before), exact[:models], exact[models:], keys
 
 
 def test_networks_trained_together_are_those_of_plain_sgd():
@@ -143,15 +152,15 @@ def test_forgotten_points_leave_no_trace_in_retraining():
     labels[setting.forgotten] = (labels[setting.forgotten] + 1) % 3
     other = dataclasses.replace(nets, y=labels)
     gone = nets.weights(setting.forgotten)
-    again = _forget_network.unstack(_forget_network.train(other, _starts(keys), keys, gone))
+    again = network.unstack(network.train(other, _starts(keys), keys, gone))
     for a, b in zip(jax.tree.leaves(again[0]), jax.tree.leaves(exact[0]), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def _rows(found, reference, nets, setting):
-    held = _forget_network.judge(nets, reference, reference, found["retraining"][1], setting)
+    held = network.judge(nets, reference, reference, found["retraining"][1], setting)
     return {
-        name: _metrics.measure_forgetting(name, judged, held, setting)
+        name: measures.measure_forgetting(name, judged, held, setting)
         for name, (judged, _) in found.items()
     }
 
@@ -159,8 +168,8 @@ def _rows(found, reference, nets, setting):
 def test_no_unlearning_lies_above_the_floor_of_retraining():
     nets, setting, before, exact, reference, _ = _trained()
     judged = {
-        "retraining": (_forget_network.judge(nets, exact, before, exact, setting), exact),
-        "no unlearning": (_forget_network.judge(nets, before, before, exact, setting), exact),
+        "retraining": (network.judge(nets, exact, before, exact, setting), exact),
+        "no unlearning": (network.judge(nets, before, before, exact, setting), exact),
     }
     rows = _rows(judged, reference, nets, setting)
     floor, nothing = rows["retraining"], rows["no unlearning"]
@@ -172,22 +181,20 @@ def test_no_unlearning_lies_above_the_floor_of_retraining():
 
 def test_a_method_that_returns_the_retrained_outputs_gets_the_floor():
     nets, setting, before, exact, reference, _ = _trained()
-    floor = _forget_network.judge(nets, exact, before, exact, setting)
-    perfect = [_metrics.Judged(each.train.copy(), each.test.copy(), 0.0) for each in floor]
+    floor = network.judge(nets, exact, before, exact, setting)
+    perfect = [measures.Judged(each.train.copy(), each.test.copy(), 0.0) for each in floor]
     rows = _rows(
         {"retraining": (floor, exact), "perfect": (perfect, exact)}, reference, nets, setting
     )
     assert rows["perfect"]._replace(method="retraining") == rows["retraining"]
-    assert _metrics.margin_error(perfect, floor, setting) == 0
+    assert measures.margin_error(perfect, floor, setting) == 0
 
 
 def test_one_step_of_ours_is_the_gauss_newton_step_of_parameter_space_where_training_has_converged():
     nets, setting, before, _, _, keys = _trained()
     long = dataclasses.replace(nets, epochs=1500, batch=20, rate=0.3)
-    params = _forget_network.train(
-        long, _forget_network.stack(before[:1]), keys[:1], nets.weights()
-    )
-    found = _forget_network.forget_one(long, _forget_network.unstack(params)[0], setting)
+    params = network.train(long, network.stack(before[:1]), keys[:1], nets.weights())
+    found = network.forget_one(long, network.unstack(params)[0], setting)
     ours, theirs = found["ours, one step"], found["parameter space"]
     # What is left of the gradient, over λ, is how far the two may be apart.
     left = ours.facts["gradient_norm"] / nets.ridge
@@ -197,25 +204,25 @@ def test_one_step_of_ours_is_the_gauss_newton_step_of_parameter_space_where_trai
 
 def test_methods_on_a_network_come_nearer_to_retraining_than_nothing_does():
     nets, setting, before, exact, _, keys = _trained()
-    truth = _forget_network.judge(nets, exact, before, exact, setting)
-    nothing = _forget_network.judge(nets, before, before, exact, setting)
-    limit = _metrics.margin_error(nothing, truth, setting)
-    judged, facts = _forget_network.forget_one_by_one(nets, before, exact, setting, 0.1)
-    assert set(judged) == set(_forget_network.ONE_BY_ONE)
+    truth = network.judge(nets, exact, before, exact, setting)
+    nothing = network.judge(nets, before, before, exact, setting)
+    limit = measures.margin_error(nothing, truth, setting)
+    judged, facts = network.forget_one_by_one(nets, before, exact, setting, 0.1)
+    assert set(judged) == set(network.ONE_BY_ONE)
     for name in ("ours, one step", "parameter space", "parameter space, exact Hessian"):
-        assert _metrics.margin_error(judged[name], truth, setting) < limit, name
+        assert measures.margin_error(judged[name], truth, setting) < limit, name
     assert facts["ours, one step"]["parameter_gap"] < 0.5
     for name, rate in (("gradient ascent", 0.05), ("fine-tuning", 0.1)):
-        moved = _forget_network.forget_by_gradients(
-            nets, _forget_network.stack(before), keys[:6], setting.forgotten, name, rate
+        moved = network.forget_by_gradients(
+            nets, network.stack(before), keys[:6], setting.forgotten, name, rate
         )
-        after = _forget_network.judge(nets, _forget_network.unstack(moved), before, exact, setting)
-        assert _metrics.margin_error(after, truth, setting) < limit, name
+        after = network.judge(nets, network.unstack(moved), before, exact, setting)
+        assert measures.margin_error(after, truth, setting) < limit, name
 
 
 def test_intervals_hold_the_value_and_are_the_same_again():
     nets, setting, before, exact, reference, _ = _trained()
-    found = {"retraining": (_forget_network.judge(nets, before, before, exact, setting), exact)}
+    found = {"retraining": (network.judge(nets, before, before, exact, setting), exact)}
     row, again = (_rows(found, reference, nets, setting)["retraining"] for _ in range(2))
     assert row == again
     for name, (low, high) in row.intervals.items():

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -116,6 +117,15 @@ def digest(array: np.ndarray) -> str:
     total = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
     total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return total.hexdigest()
+
+
+def digest_of_all(arrays: Any) -> str:
+    """SHA-256 over the leaves of a tree, in order: the digests of arrays, the words of all else."""
+    each = (
+        digest(np.asarray(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
+        for leaf in jax.tree.leaves(arrays)
+    )
+    return hashlib.sha256("".join(each).encode()).hexdigest()
 
 
 def _encode(content: dict[str, Any]) -> bytes:

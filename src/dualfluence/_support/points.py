@@ -77,7 +77,7 @@ class Form:
             _like(f"{name}{jax.tree_util.keystr(path)}", leaf, want)
             for (path, leaf), want in zip(jax.tree.leaves_with_path(x), wanted, strict=True)
         ]
-        n = _common_length(name, rows)
+        n = common_length(name, rows)
         parts = [np.ascontiguousarray(np.asarray(a)).reshape(n, -1) for a in rows]
         packed = [p.astype(BYTES) if p.dtype == bool else p.view(BYTES) for p in parts]
         # On the host: on the device every number of points would be a program of its own.
@@ -163,7 +163,7 @@ def form_of(name: str, x: Any) -> Form | None:
     if not rows:
         raise ValueError(f"{name}: expected arrays with points on axis 0, got a tree without any.")
     arrays = [_entered(f"{name}{jax.tree_util.keystr(path)}", leaf) for path, leaf in rows]
-    _common_length(name, arrays)
+    common_length(name, arrays)
     return Form(
         jax.tree.structure(x), tuple((tuple(a.shape[1:]), jnp.dtype(a.dtype).name) for a in arrays)
     )
@@ -178,12 +178,13 @@ def _entered(name: str, leaf: Any) -> Any:
     return as_jax(name, leaf) if not isinstance(leaf, Tracer | jax.ShapeDtypeStruct) else leaf
 
 
-def _common_length(name: str, arrays: list[Any]) -> int:
+def common_length(name: str, arrays: list[Any]) -> int:
+    """Length of axis 0, which all of these must share."""
     lengths = {a.shape[0] if a.ndim else None for a in arrays}
     if len(lengths) != 1 or None in lengths:
         raise ValueError(
-            f"{name}: every array of the tree needs the points on axis 0, and the same number of "
-            f"them, got shapes {[tuple(a.shape) for a in arrays]}."
+            f"{name}: every array needs one or more points on axis 0, all equally many, got shapes "
+            f"{[tuple(a.shape) for a in arrays]}."
         )
     return arrays[0].shape[0]
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from .._support.checks import check_rows, training_weights
 from .._support.options import check_flag
-from ..dual._fit import fit
-from ..dual._fitted import Fitted
-from ..dual._from_trained import from_trained
-from ..dual._update import Update
+from ..fitted._fit import fit
+from ..fitted._fitted import Fitted
+from ..fitted._from_trained import from_trained
+from ..fitted._update import Update
 from ..kernels._linearized import linearize
 from ..kernels._scale import FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError

@@ -19,12 +19,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._support.wide import double
-from ..dual._attribution import Attribution
-from ..dual._fit import fit
-from ..dual._fitted import Fitted
-from ..dual._io import load
-from ..dual._record import FLOOR_LIMIT
+from ..attribution._attribution import Attribution
+from ..dual._outcome import FLOOR_LIMIT
 from ..dual._train import default_tolerance
+from ..fitted._fit import fit
+from ..fitted._fitted import Fitted
+from ..fitted._io import load
 from ..kernels._scale import FREE, FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..models._options import KernelOptions

@@ -1,11 +1,13 @@
 """Scores of training points for predictions: of exact models, of real networks, and checks of scores."""
 
-from ..dual._attribution import Attribution as Attribution
-from ..dual._attribution import GroupAttribution as GroupAttribution
-from ..dual._attribution import Ranked as Ranked
-from ..dual._attribution import Top as Top
-from ..dual._ridge_path import RidgePath as RidgePath
 from . import evaluate as evaluate
+from ._attribution import Attribution as Attribution
+from ._attribution import GroupAttribution as GroupAttribution
+from ._attribution import Ranked as Ranked
+from ._attribution import Top as Top
+from ._probes import LeadingProbes as LeadingProbes
+from ._probes import RandomProbes as RandomProbes
+from ._ridge_path import RidgePath as RidgePath
 from ._rivals import TRAK as TRAK
 from ._rivals import GradCos as GradCos
 from ._rivals import GradDot as GradDot

@@ -7,8 +7,9 @@ the first-order effect of leaving `i` out, with `g_i` the gradient of the mean l
 from one block of rows of `K` after the other; `K` is never stored as a whole.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,16 +17,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit, jit
-from .._support.memory import memory_budget, total_memory
-from ..dual._quantity import Quantity
-from ..dual._triangular import inverse_transpose, solve_lower
-from ..kernels import empirical_kernel, kernel_rows
+from .._support.memory import memory_budget
+from .._support.precision import HIGHEST, PRECISION
+from ..kernels import kernel_rows
+from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
-from ..losses import AbstractFactor, AbstractLoss
+from ..linalg._triangular import inverse_transpose, solve_lower
+from ..losses import AbstractLoss
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
-
-HIGHEST = jax.lax.Precision.HIGHEST
+from ..problem._quantity import Quantity
+from ._probes import Probes, RandomProbes, root_blocks
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
@@ -33,23 +35,8 @@ BLOCK_SHARE = 0.1
 QUERIES_AT_ONCE = 512
 """Queries of one block. Doubled, `v_qᵀK_qn` takes twice the memory, and the solves gain little."""
 
-FULL_SHARE = 0.6
-"""Share of the memory that `RᵀKR` and its factor may take; beyond, `auto` goes to margins."""
-
 PROJECTED_RANK = 2048
 """Random directions of `method="projected"`; twice as many halve the variance of its entries."""
-
-LOSSES_OF_METHODS = {
-    "outputs": (),
-    "margin": (
-        "margins instead of outputs: the curvature between other classes is left out, the system is "
-        "n by n instead of n·c by n·c",
-    ),
-    "projected": (
-        "gradients projected on random directions: entries of K are off by about 1/√rank of their size",
-    ),
-}
-"""What each method leaves out, in words."""
 
 
 class Local(eqx.Module):
@@ -60,10 +47,16 @@ class Local(eqx.Module):
     roots: Float[Array, "n c r"]
 
 
-def choose_method(n: int, c: int, dtype: Any) -> str:
-    """All outputs where `RᵀKR` and its factor fit in memory, else margins."""
-    needed = 2 * (n * c) ** 2 * jnp.dtype(dtype).itemsize
-    return "outputs" if needed <= FULL_SHARE * total_memory() else "margin"
+class Scored(NamedTuple):
+    """Scores of a checkpoint; of probes, what they left out and how much their draw matters.
+
+    `left_out` is the share of the curvature (its trace) that is not along the probes. `agreement` is, for
+    each query, the correlation between the scores of one half of random probes and of the other.
+    """
+
+    values: Float[Array, "q n"]
+    left_out: Float[Array, ""] | None = None
+    agreement: Float[Array, " q"] | None = None
 
 
 def checkpoint_scores(
@@ -75,24 +68,28 @@ def checkpoint_scores(
     *,
     loss: AbstractLoss,
     ridge: float,
-    method: str,
-    leverage: bool,
-    rank: int = PROJECTED_RANK,
-) -> Float[Array, "q n"]:
-    """`S` at the parameters of `model`, by all outputs, margins, or projected gradients."""
+    key: Array,
+    probes: Probes | None = None,
+    projected: int | None = None,
+    leverage: bool = False,
+) -> Scored:
+    """`S` at the parameters of `model`: exact, by probes, or from `projected` numbers of each gradient."""
+    if probes is not None:
+        v, g, P, left_out = _probed_terms(model, x, targets, xq, quantity, loss, probes, key)
+        lam = jnp.asarray(ridge, g.dtype)
+        halved = isinstance(probes, RandomProbes) and probes.m > 1
+        blocks, queries = _probed_blocks(model, x, xq, v, g, P)
+        shape = P.shape[0], P.shape[2]
+        found = _solve(blocks, queries, None, shape, lam, leverage, halved)
+        return found._replace(left_out=left_out)
     local = local_terms(model, x, targets, xq, quantity, loss)
     lam = jnp.asarray(ridge, local.g.dtype)
-    if method == "projected":
-        source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), rank)
-        return _projected(source.features(x), source.features(xq), local, lam, leverage)
-    if method == "margin":
-        local = as_margins(local)
-        blocks, cross = _margin_blocks(model, x, xq, local)
-        local = Local(local.v[:, :1] * 0 + 1, local.g[:, :1] * 0 + 1, _margin_roots(local))
-        # The directions of v and g are in the kernel already; only their sizes are left.
-        return _solve(blocks, [(0, cross[:, 0])], local, lam, leverage)
+    if projected is not None:
+        source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), projected)
+        return Scored(_projected(source.features(x), source.features(xq), local, lam, leverage))
     queries = _query_blocks(model, xq, local.v, x)
-    return _solve(_row_blocks(model, x), queries, local, lam, leverage)
+    shape = local.roots.shape[0], local.roots.shape[2]
+    return _solve(_row_blocks(model, x), queries, local, shape, lam, leverage)
 
 
 @filter_jit
@@ -108,57 +105,66 @@ def local_terms(
     f, f_q = model.base_outputs(x), model.base_outputs(xq)
     weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
     g = weights[:, None] * loss.grad(f, targets)
-    roots = _roots(loss.hess_factor(f, targets, weights), f)
+    roots = root_blocks(loss.hess_factor(f, targets, weights), f)
     return Local(quantity.grad(f_q, quantity.targets), g, roots)
 
 
-def _roots(factor: AbstractFactor, f: Float[Array, "n c"]) -> Float[Array, "n c r"]:
-    """`R` as blocks, without empty columns."""
-    n, c = f.shape
-    narrow = factor.narrow()
-    # Rᵀ of every output's unit vector, then turned: R as blocks.
-    eye = jnp.broadcast_to(jnp.eye(c, dtype=f.dtype), (n, c, c))
-    return jnp.transpose(narrow.rmv(eye), (0, 2, 1))
+@filter_jit
+def _probed_terms(
+    model: Linearized,
+    x: Array,
+    targets: Array,
+    xq: Array,
+    quantity: Quantity,
+    loss: AbstractLoss,
+    probes: Probes,
+    key: Array,
+) -> tuple[Array, Array, Array, Array]:
+    """As `local_terms` with probes instead of roots, and the share of the curvature that they leave out."""
+    f, f_q = model.base_outputs(x), model.base_outputs(xq)
+    weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
+    g = weights[:, None] * loss.grad(f, targets)
+    factor = loss.hess_factor(f, targets, weights)
+    P = probes.directions(factor, f, key)
+    whole = jnp.sum(jnp.broadcast_to(factor.hess_diagonal(), f.shape))
+    left_out = jnp.maximum(0, 1 - jnp.sum(P**2) / jnp.where(whole > 0, whole, 1))
+    if isinstance(probes, RandomProbes):
+        left_out = jnp.zeros_like(left_out)  # in the mean over draws
+    return quantity.grad(f_q, quantity.targets), g, P, left_out
 
 
-def as_margins(local: Local) -> Local:
-    """`g` and `R` along each point's own gradient direction, `v` as it is."""
-    size = jnp.linalg.norm(local.g, axis=1, keepdims=True)
-    direction = local.g / jnp.maximum(size, jnp.finfo(size.dtype).tiny)
-    along = jnp.einsum("nc,ncr->nr", direction, local.roots, precision=HIGHEST)
-    curvature = jnp.linalg.norm(along, axis=1)
-    return Local(local.v, local.g, (direction * curvature[:, None])[:, :, None])
-
-
-class _Folded(eqx.Module):
-    """A network seen along one direction of outputs per point: `(x, u) ↦ u·f(x)`."""
+class Folded(eqx.Module):
+    """A network seen along directions of outputs of each point: `(x, U) ↦ Uᵀf(x)`."""
 
     apply_fn: Any = eqx.field(static=True)
 
-    def __call__(self, params: PyTree, inputs: tuple[Array, Array]) -> Float[Array, "n 1"]:
-        x, u = inputs
-        return jnp.sum(self.apply_fn(params, x) * u, axis=1, keepdims=True)
+    def __call__(self, params: PyTree, inputs: tuple[Array, Array]) -> Float[Array, "n m"]:
+        x, directions = inputs
+        f = self.apply_fn(params, x)
+        return jnp.einsum("nc,ncm->nm", f, directions.astype(f.dtype), precision=HIGHEST)
 
 
-def _margin_roots(local: Local) -> Float[Array, "n 1 1"]:
-    """`R` in units of `g`: the folded network has outputs along `g` itself."""
-    size = jnp.linalg.norm(local.g, axis=1)
-    root = jnp.linalg.norm(local.roots[:, :, 0], axis=1)
-    return (root / jnp.maximum(size, jnp.finfo(size.dtype).tiny))[:, None, None]
-
-
-def _margin_blocks(
-    model: Linearized, x: Array, xq: Array, local: Local
-) -> tuple[Iterator[tuple[int, Array]], Array]:
+def _probed_blocks(
+    model: Linearized, x: Array, xq: Array, v: Array, g: Array, P: Array
+) -> tuple[Iterator[tuple[int, Array]], Iterator[tuple[int, Array]]]:
+    """Rows of the kernel along every probe and `g`, and the same of the queries along `v`."""
     mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
-    folded, train = _Folded(model.apply_fn), (x, local.g)
-    rows = _rows_at_once(x.shape[0], 1, local.g.dtype)
-    blocks = kernel_rows(folded, model.params, train, rows, trainable=mask)
-    with jax.default_matmul_precision("highest"):
-        cross = empirical_kernel(
-            folded, model.params, (xq, local.v), train, trainable=mask, progress=False
-        )
-    return blocks, cross.value
+    folded = Folded(model.apply_fn)
+    train = (x, jnp.concatenate([P, g[:, :, None]], axis=2))
+    n, _, width = train[1].shape
+    first = jnp.zeros((*v.shape, width), v.dtype).at[:, :, 0].set(v)
+    unit = jnp.zeros((v.shape[0], width), v.dtype).at[:, 0].set(1)
+
+    def along(here: slice) -> Array:
+        with jax.default_matmul_precision(PRECISION):
+            return kernel_along(
+                folded, model.params, (xq[here], first[here]), unit[here], train, trainable=mask
+            )
+
+    rows = kernel_rows(
+        folded, model.params, train, _rows_at_once(n, width, g.dtype), trainable=mask
+    )
+    return rows, _by_queries(along, xq.shape[0])
 
 
 def _row_blocks(model: Linearized, x: Array) -> Iterator[tuple[int, Array]]:
@@ -171,13 +177,15 @@ def _query_blocks(
     model: Linearized, xq: Array, v: Float[Array, "q c"], x: Array
 ) -> Iterator[tuple[int, Array]]:
     """`v_qᵀK_qn`, `(rows, n, c)`, by blocks of queries, with the first query of each."""
-    total = xq.shape[0]
+    return _by_queries(lambda here: model.kernel_along(xq[here], v[here], x), xq.shape[0])
+
+
+def _by_queries(along: Callable[[slice], Array], total: int) -> Iterator[tuple[int, Array]]:
     rows = min(total, QUERIES_AT_ONCE)
     for i in range(0, total, rows):
         # The last block starts early instead of being short: one shape, one compilation.
         start = min(i, total - rows)
-        here = slice(start, start + rows)
-        yield start, model.kernel_along(xq[here], v[here], x)
+        yield start, along(slice(start, start + rows))
 
 
 def _rows_at_once(n: int, c: int, dtype: Any) -> int:
@@ -188,45 +196,86 @@ def _rows_at_once(n: int, c: int, dtype: Any) -> int:
 def _solve(
     blocks: Iterable[tuple[int, Array]],
     cross: Iterable[tuple[int, Array]],
-    local: Local,
+    local: Local | None,
+    shape: tuple[int, int],
     ridge: Array,
     leverage: bool,
-) -> Float[Array, "q n"]:
-    n, _, r = local.roots.shape
-    B = jnp.zeros((n * r, n * r), local.g.dtype)
-    T = jnp.zeros((n * r, n), local.g.dtype)
+    halved: bool = False,
+) -> Scored:
+    """`S` from rows of `K` and of `v_qᵀK`; without `local` both are folded, the last direction along `g`."""
+    n, r = shape
+    B = jnp.zeros((n * r, n * r), ridge.dtype)
+    T = jnp.zeros((n * r, n), ridge.dtype)
     for start, block in blocks:
         B, T = _fold_rows(B, T, block, local, jnp.asarray(start))
         jax.block_until_ready(T)
+    halves = []
+    for odd in range(2 * halved):
+        half_B, half_T = _half(B, T, n, odd)
+        halves.append((_factor(half_B, ridge), half_T))
     chol = _factor(B, ridge)
     del B
     gain, parts, done = _own_blocks(chol, T) if leverage else None, [], 0
+    agreement = []
     for start, thin in cross:
         end = start + thin.shape[0]
-        V = _solve_both(chol, _fold_queries(thin, local.roots))
-        scores = _scores(thin, V, T, local.g, ridge)
+        direct, Y = _fold_queries(thin, local)
+        V = _solve_both(chol, Y)
+        scores = _scores(direct, V, T, ridge)
         if gain is not None:
             scores = scores + _leverage(V, gain, ridge)
         # Queries that the block before had too.
         parts.append(scores[done - start :])
+        if halved:
+            each = [
+                _scores(direct, _solve_both(c, _half_rows(Y, n, odd)), t, ridge)
+                for odd, (c, t) in enumerate(halves)
+            ]
+            agreement.append(_correlation(*each)[done - start :])
         done = end
-    return jnp.concatenate(parts)
+    return Scored(jnp.concatenate(parts), None, jnp.concatenate(agreement) if halved else None)
+
+
+@partial(jit, static_argnames=("n", "odd"))
+def _half(B: Array, T: Array, n: int, odd: int) -> tuple[Array, Array]:
+    """The system of every second probe, in the size that these alone would have."""
+    m = B.shape[0] // n
+    own = B.reshape(n, m, n, m)[:, odd::2, :, odd::2]
+    share = m / own.shape[1]
+    return share * own.reshape(n * own.shape[1], -1), _half_rows(T, n, odd)
+
+
+@partial(jit, static_argnames=("n", "odd"))
+def _half_rows(Y: Float[Array, "m q"], n: int, odd: int) -> Array:
+    m = Y.shape[0] // n
+    own = Y.reshape(n, m, -1)[:, odd::2]
+    return jnp.sqrt(jnp.asarray(m / own.shape[1], Y.dtype)) * own.reshape(-1, Y.shape[1])
 
 
 @jit
-def _scores(thin: Array, V: Array, T: Array, g: Array, ridge: Array) -> Array:
-    direct = jnp.einsum("qnb,nb->qn", thin, g, precision=HIGHEST)
+def _correlation(a: Float[Array, "q n"], b: Float[Array, "q n"]) -> Float[Array, " q"]:
+    product = jnp.sum(a * b, axis=1)
+    size = jnp.sqrt(jnp.sum(a**2, axis=1) * jnp.sum(b**2, axis=1))
+    return product / jnp.where(size > 0, size, 1)
+
+
+@jit
+def _scores(direct: Array, V: Array, T: Array, ridge: Array) -> Array:
     return (direct - jnp.dot(V.T, T, precision=HIGHEST)) / ridge
 
 
 def _fold_rows_body(
-    B: Array, T: Array, block: Array, local: Local, start: Array
+    B: Array, T: Array, block: Array, local: Local | None, start: Array
 ) -> tuple[Array, Array]:
-    rows, (n, _, r) = block.shape[0], local.roots.shape
-    here = jax.lax.dynamic_slice_in_dim(local.roots, start, rows)
-    left = jnp.einsum("iar,iajb->irjb", here, block, precision=HIGHEST)
-    folded = jnp.einsum("irjb,jbs->irjs", left, local.roots, precision=HIGHEST)
-    push = jnp.einsum("irjb,jb->irj", left, local.g, precision=HIGHEST)
+    rows, n = block.shape[0], T.shape[1]
+    r = B.shape[0] // n
+    if local is None:
+        folded, push = block[:, :r, :, :r], block[:, :r, :, r]
+    else:
+        here = jax.lax.dynamic_slice_in_dim(local.roots, start, rows)
+        left = jnp.einsum("iar,iajb->irjb", here, block, precision=HIGHEST)
+        folded = jnp.einsum("irjb,jbs->irjs", left, local.roots, precision=HIGHEST)
+        push = jnp.einsum("irjb,jb->irj", left, local.g, precision=HIGHEST)
     at = (start * r, jnp.zeros_like(start))
     B = jax.lax.dynamic_update_slice(B, folded.reshape(rows * r, n * r), at)
     return B, jax.lax.dynamic_update_slice(T, push.reshape(rows * r, n), at)
@@ -244,10 +293,14 @@ _factor = jit(_factor_body, donate_argnums=0)
 
 
 @jit
-def _fold_queries(thin: Float[Array, "q n b"], roots: Float[Array, "n b r"]) -> Float[Array, "m q"]:
-    """`RᵀK_nq v_q`."""
-    Y = jnp.einsum("nbr,qnb->nrq", roots, thin, precision=HIGHEST)
-    return Y.reshape(-1, thin.shape[0])
+def _fold_queries(thin: Float[Array, "q n b"], local: Local | None) -> tuple[Array, Array]:
+    """`v_qᵀK_qi g_i`, `(q, n)`, and `RᵀK_nq v_q`."""
+    if local is None:
+        direct, Y = thin[:, :, -1], jnp.transpose(thin[:, :, :-1], (1, 2, 0))
+    else:
+        direct = jnp.einsum("qnb,nb->qn", thin, local.g, precision=HIGHEST)
+        Y = jnp.einsum("nbr,qnb->nrq", local.roots, thin, precision=HIGHEST)
+    return direct, Y.reshape(-1, thin.shape[0])
 
 
 @jit

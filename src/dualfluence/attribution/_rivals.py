@@ -17,17 +17,18 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import as_features, check_finite, check_queries, check_rows
 from .._support.compile import jit
 from .._support.memory import GRADIENT_BYTES
+from .._support.precision import PRECISION
 from .._support.show import Shown
-from ..dual._attribution import Attribution
-from ..dual._quantity import Quantity, as_quantity
 from ..kernels import empirical_kernel
 from ..kernels._linearized import Linearized, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ..models._gradients import gradient_norms
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
-from ..primal._gradients import gradient_norms
-from ._checkpoint import Local, _Folded, local_terms
+from ..problem._quantity import Quantity, as_quantity
+from ._attribution import Attribution
+from ._checkpoint import Folded, Local, local_terms
 
 DAMPINGS = (1e-3, 1e-2, 1e-1)
 """Ridges of TRAK that are tried, over the mean diagonal of its kernel."""
@@ -331,9 +332,11 @@ def _result(
 
 
 def _folded_kernel(apply_fn: Any, params: PyTree, a: Any, b: Any, trainable: Any = None) -> Array:
-    with jax.default_matmul_precision("highest"):
+    """The kernel along one direction of outputs for each point, `(x, u)`."""
+    a, b = (pair and (pair[0], pair[1][:, :, None]) for pair in (a, b))
+    with jax.default_matmul_precision(PRECISION):
         return empirical_kernel(
-            _Folded(apply_fn), params, a, b, trainable=trainable, progress=False
+            Folded(apply_fn), params, a, b, trainable=trainable, progress=False
         ).value
 
 
@@ -370,7 +373,7 @@ def _ridge_solve(K: Array, K_q: Array, damping: Array) -> Array:
 @jit
 def _feature_solve(phi: Array, phi_q: Array, damping: Array) -> Array:
     """`φ_q(ΦᵀΦ + ρI)⁻¹Φᵀ`: the same as with `ΦΦᵀ`, on the side of the directions."""
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         ridge = damping * jnp.mean(jnp.sum(phi**2, axis=1))
         gram = phi.T @ phi + ridge * jnp.eye(phi.shape[1], dtype=phi.dtype)
         chol = jax.scipy.linalg.cho_factor(gram, lower=True)

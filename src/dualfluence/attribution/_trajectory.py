@@ -1,33 +1,30 @@
 """Attribution of a real network from the checkpoints of its training."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
+from .._support.archive import digest_of_all
 from .._support.checks import check_finite, check_queries, check_rows
 from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
 from .._support.show import Shown
-from ..dual._attribution import Attribution
-from ..dual._quantity import Quantity, as_quantity
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
-from ._checkpoint import (
-    LOSSES_OF_METHODS,
-    PROJECTED_RANK,
-    checkpoint_scores,
-    choose_method,
-)
+from ..problem._quantity import Quantity, as_quantity
+from ._attribution import Attribution
+from ._checkpoint import PROJECTED_RANK, checkpoint_scores
 from ._pieces import Pieces
+from ._probes import LeadingProbes, Probes, RandomProbes, chosen, rank_of
 
 KAPPA = 3.0
 r"""`κ` in `λ_t = 1/(κ η s_t)`.
@@ -45,7 +42,11 @@ Neighbours resemble each other, so fewer than there are. A third or three times 
 
 COMBINE = ("shrunk", "mean")
 
-METHODS = ("auto", "outputs", "margin", "projected")
+METHODS = ("outputs", "projected")
+
+PROJECTED_NOTE = (
+    "gradients projected on random directions: entries of K are off by about 1/√rank of their size"
+)
 
 SHRUNK_NOTE = ("entries on which checkpoints and runs disagree are drawn towards zero",)
 
@@ -70,6 +71,9 @@ class Trajectory(Shown):
       sequence: the mean over the steps up to each checkpoint.
     - `preconditioner`: for Adam and similar optimisers. Parameter pytrees (or a function of k) that
       hold the diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
+      `adapters.adam_record` reads it from the state of Optax or PyTorch.
+    - `weight_decay`: that of training, plain L2 for SGD and decoupled (AdamW) with a preconditioner. It
+      adds to the ridge that stands for stopping.
     - `kappa`: `κ`; `KAPPA` explains the default 3.
     - `trainable`: as in `linearize`.
     """
@@ -80,6 +84,7 @@ class Trajectory(Shown):
     learning_rate: Any
     momentum: float = 0.0
     preconditioner: Any = None
+    weight_decay: float = 0.0
     kappa: float = KAPPA
     trainable: Any = None
 
@@ -103,6 +108,10 @@ class Trajectory(Shown):
             )
         if not 0 <= self.momentum < 1:
             raise ValueError(f"Trajectory: momentum must be in [0, 1), got {self.momentum}.")
+        if not (np.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ValueError(
+                f"Trajectory: weight_decay must be a number of at least 0, got {self.weight_decay}."
+            )
         if not (np.isfinite(self.kappa) and self.kappa > 0):
             raise ValueError(f"Trajectory: kappa must be a positive number, got {self.kappa}.")
         if not callable(self.checkpoints):
@@ -131,9 +140,10 @@ class Trajectory(Shown):
         return len(np.asarray(self.steps))
 
     def ridge(self, k: int) -> float:
-        """`λ_t = 1/(κ η s_t)` with `η` the learning rate over one minus the momentum."""
+        """`λ_t = 1/(κ η s_t)` plus the weight decay, `η` the learning rate over one minus the momentum."""
         rate = np.broadcast_to(np.asarray(self.learning_rate, float), (self.num_checkpoints,))[k]
-        return float((1 - self.momentum) / (self.kappa * rate * np.asarray(self.steps)[k]))
+        stopped = (1 - self.momentum) / (self.kappa * rate * np.asarray(self.steps)[k])
+        return float(stopped + self.weight_decay)
 
     def checkpoint(self, k: int) -> PyTree:
         """The k-th parameters, checked."""
@@ -170,7 +180,8 @@ def attribute_runs(
     *,
     loss: AbstractLoss | None = None,
     of: str | Callable[[Array, Array], Array] = "loss",
-    method: str = "auto",
+    probes: str | int | Probes | None = "auto",
+    method: str = "outputs",
     leverage: bool = False,
     combine: str = "shrunk",
     rank: int = PROJECTED_RANK,
@@ -179,7 +190,8 @@ def attribute_runs(
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
 
-    One kernel at a time: memory is that of `RᵀKR` and its Cholesky factor, `2(n·c)²` numbers.
+    One kernel at a time: memory is that of one system and its Cholesky factor, twice the square of `n`
+    times the probes; in the exact form, `2(n·c)²` numbers.
 
     **Arguments:**
 
@@ -187,9 +199,13 @@ def attribute_runs(
     - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
     - `loss`: that of training, softmax cross-entropy by default.
     - `of`: what is measured, as in `Fitted.attribute`.
-    - `method`: `"outputs"` is exact; `"margin"` keeps one direction of outputs per point (`n` by `n`
-      instead of `n·c` by `n·c`); `"projected"` uses random projections of gradients to `rank` numbers;
-      `"auto"` takes outputs if they fit in memory. The notes of the result say what is left out.
+    - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
+      `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
+      all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most
+      a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The notes of the
+      result say what was chosen and left out, and how much the draw of random probes matters.
+    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
+      probes, a system of that size whatever `n` is.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
     - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero
       if checkpoints and runs disagree on them. Such entries may be due to the random start of the
@@ -212,27 +228,41 @@ def attribute_runs(
         )
     loss = SoftmaxCrossEntropy() if loss is None else loss
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
-    if method == "auto":
-        method = choose_method(data.x.shape[0], data.num_outputs, data.targets.dtype)
-    options = _Options(loss, method, leverage, combine, rank)
+    use, why = (None, "") if method == "projected" else _probes(probes, data, loss)
+    if method == "projected" and probes not in ("auto", None):
+        raise ValueError(
+            'Trajectory: method="projected" takes random projections instead of probes. Give one of them.'
+        )
+    options = _Options(loss, method, use, leverage, combine, rank)
     pieces = Pieces(folder, _fingerprint(data, options))
     total = np.zeros((data.xq.shape[0], data.x.shape[0]))
-    squares = np.zeros_like(total)
+    squares, beside = np.zeros_like(total), []
     count = sum(run.num_checkpoints for run in runs)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, run in enumerate(runs):
             for k in range(run.num_checkpoints):
-                scores = pieces.get(
+                piece = pieces.get(
                     f"run-{r:03d}-checkpoint-{k:03d}",
-                    lambda run=run, k=k: _normalised(run, k, data, options),
+                    lambda run=run, r=r, k=k: _normalised(run, r, k, data, options),
                     lambda run=run, k=k: _digest_run(run, k),
                 ).astype(float)
+                scores = piece[:, BESIDE:]
                 total, squares = total + scores, squares + scores**2
+                beside.append(piece[:, :BESIDE])
                 ticker.tick()
     values = total / count
     if combine == "shrunk":
         values = shrunk(values, squares / count - values**2, INDEPENDENT * len(runs))
-    return _result(values, runs, data, options, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
+
+
+def _probes(probes: Any, data: "_Data", loss: AbstractLoss) -> tuple[Probes | None, str]:
+    n, c, dtype = data.x.shape[0], data.num_outputs, data.targets.dtype
+    f = jax.ShapeDtypeStruct((n, c), dtype)
+    weights = jax.ShapeDtypeStruct((n,), dtype)
+    factor = eqx.filter_eval_shape(loss.hess_factor, f, data.targets, weights)
+    return chosen(probes, n, c, rank_of(factor, f), dtype)
 
 
 def shrunk(mean: np.ndarray, variance: np.ndarray, independent: float) -> np.ndarray:
@@ -250,9 +280,14 @@ class _Options:
 
     loss: AbstractLoss
     method: str
+    probes: Probes | None
     leverage: bool
     combine: str
     rank: int
+
+
+BESIDE = 2
+"""Columns before the scores of a checkpoint: what probes left out, and how far two halves of them agree."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,9 +318,11 @@ def _check_data(
     return _Data(features, targets, queries, quantity, c, yq, form)
 
 
-def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.ndarray:
-    """`S_t` with root mean square one for every query."""
-    scores = checkpoint_scores(
+def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> np.ndarray:
+    """`S_t` with root mean square one for every query, behind what is said of its probes."""
+    seed = options.probes.seed if isinstance(options.probes, RandomProbes) else 0
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), r), k)
+    scored = checkpoint_scores(
         run.model(k).reading(data.form),
         data.x,
         data.targets,
@@ -293,11 +330,12 @@ def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.n
         data.quantity,
         loss=options.loss,
         ridge=run.ridge(k),
-        method=options.method,
+        probes=options.probes,
+        key=key,
+        projected=options.rank if options.method == "projected" else None,
         leverage=options.leverage,
-        rank=options.rank,
     )
-    values = np.asarray(scores)
+    values = np.asarray(scored.values)
     check_finite(
         f"Trajectory, checkpoint {k}",
         values,
@@ -305,7 +343,11 @@ def _normalised(run: Trajectory, k: int, data: _Data, options: _Options) -> np.n
     )
     size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
     # A query that no point moves at this checkpoint has nothing to add.
-    return (values / np.where(size > 0, size, 1)).astype(values.dtype)
+    found = np.zeros((values.shape[0], BESIDE + values.shape[1]), values.dtype)
+    found[:, 0] = 0 if scored.left_out is None else scored.left_out
+    found[:, 1] = 1 if scored.agreement is None else scored.agreement
+    found[:, BESIDE:] = values / np.where(size > 0, size, 1)
+    return found
 
 
 def _result(
@@ -313,6 +355,8 @@ def _result(
     runs: list[Trajectory],
     data: _Data,
     options: _Options,
+    why: str,
+    beside: np.ndarray,
     seconds: float,
 ) -> Attribution:
     steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
@@ -322,7 +366,8 @@ def _result(
         f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
         "closed-form leave-one-out" if options.leverage else "first-order effects",
         *SHRUNK_NOTE[: options.combine == "shrunk"],
-        *LOSSES_OF_METHODS[options.method],
+        *([PROJECTED_NOTE] if options.method == "projected" else []),
+        *_said(options.probes, why, *beside),
     )
     return Attribution(
         values=values,
@@ -333,6 +378,9 @@ def _result(
         stats={
             "seconds": seconds,
             "method": options.method,
+            "probes": None if options.probes is None else repr(options.probes),
+            "left_out": float(beside[0]),
+            "agreement": float(beside[1]),
             "leverage": options.leverage,
             "combine": options.combine,
             "runs": len(runs),
@@ -342,6 +390,22 @@ def _result(
         xq=shown(data.xq, data.form),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
+
+
+def _said(probes: Probes | None, why: str, left_out: float, agreement: float) -> list[str]:
+    """What a result says of its probes."""
+    found = []
+    if isinstance(probes, LeadingProbes):
+        found = [
+            f"{probes.m} leading direction(s) of outputs per point leave out {left_out:.2g} of the curvature"
+        ]
+    elif isinstance(probes, RandomProbes):
+        found = [f"{probes.m} random direction(s) of outputs per point, seed {probes.seed}"]
+    if isinstance(probes, RandomProbes) and probes.m > 1:
+        found.append(
+            f"scores of one half of the random directions and of the other correlate by {agreement:.2f}"
+        )
+    return [*found, *([why] if why else [])]
 
 
 def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
@@ -373,21 +437,10 @@ def _check_same_tree(name: str, params: PyTree, like: PyTree) -> None:
             )
 
 
-def _digest(arrays: Any) -> str:
-    code = hashlib.sha256()
-    for leaf in jax.tree.leaves(arrays):
-        array = np.ascontiguousarray(np.asarray(leaf)) if hasattr(leaf, "dtype") else None
-        code.update(
-            repr(leaf).encode() if array is None else f"{array.dtype}{array.shape}".encode()
-        )
-        code.update(b"" if array is None else array.tobytes())
-    return code.hexdigest()
-
-
 def _digest_run(run: Trajectory, k: int) -> str:
     held = run.preconditioner
     diagonal = None if held is None else held(k) if callable(held) else held[k]
-    return _digest((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
+    return digest_of_all((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
 
 
 def _fingerprint(data: _Data, options: _Options) -> str:
@@ -395,8 +448,9 @@ def _fingerprint(data: _Data, options: _Options) -> str:
         repr(options.loss),
         data.quantity.name,
         options.method,
+        options.probes,
         options.leverage,
         options.rank if options.method == "projected" else 0,
     ]
     arrays = (data.x, data.targets, data.xq, data.quantity.targets)
-    return json.dumps([_digest(arrays), *map(str, said)])
+    return json.dumps([digest_of_all(arrays), *map(str, said)])

@@ -1,6 +1,5 @@
 """The files of a data set: in the user's folder, or a checked download in the cache."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,49 +50,6 @@ def where_to_put(subfolder: str, names: Sequence[str]) -> str:
     )
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def resume_download(url: str, part: Path, remote: RemoteFile, progress: bool | ProgressFn) -> None:
-    """Download `url` to `part`, and continue a download that an earlier call began.
-
-    It asks for the missing bytes only. A server that does not support ranges sends everything, and the
-    file is written from the start. The content is not checked here.
-    """
-    import requests
-
-    have = part.stat().st_size if part.exists() else 0
-    if have == remote.num_bytes:
-        return
-    if have > remote.num_bytes:
-        part.unlink()
-        have = 0
-    headers = {"Accept-Encoding": "identity"}
-    if have:
-        headers["Range"] = f"bytes={have}-"
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT_SECONDS) as reply:
-        reply.raise_for_status()
-        resumed = reply.status_code == 206
-        done = have if resumed else 0
-        with (
-            part.open("ab" if resumed else "wb") as file,
-            Ticker(remote.num_bytes, f"{remote.name} (bytes)", progress) as ticker,
-        ):
-            if done:
-                ticker.tick(done)
-            for chunk in reply.iter_content(CHUNK_BYTES):
-                file.write(chunk)
-                ticker.tick(len(chunk))
-    have = part.stat().st_size
-    if have < remote.num_bytes:
-        raise requests.exceptions.ConnectionError(
-            f"the connection ended after {have} of {remote.num_bytes} bytes"
-        )
-
-
 def fetch(
     remote: RemoteFile, subfolder: str, by_hand: str, progress: bool | ProgressFn = True
 ) -> Path:
@@ -138,14 +94,61 @@ def fetch(
 
 
 def _keeping_part(part: Path, remote: RemoteFile, progress: bool | ProgressFn) -> Any:
+    """Pooch's own download, which goes on from what an interrupted call has left in `part`."""
+    import pooch
+    import requests
+
+    size = lambda: part.stat().st_size if part.exists() else 0  # noqa: E731
+
     # Any: Pooch's protocol for downloaders names the arguments otherwise than its own do.
-    def download(url: str, output_file: Any, _pooch: Any) -> None:
+    def download(url: str, output_file: Any, asking: Any) -> None:
         # Pooch deletes its temporary file when a download breaks off; `part` outlives that.
         # Handing it over only when whole means that a file with a wrong hash is not kept.
-        resume_download(url, part, remote, progress)
+        if size() > remote.num_bytes:
+            part.unlink()
+        have = size()
+        headers = {"Accept-Encoding": "identity"}
+        if have:
+            headers["Range"] = f"bytes={have}-"
+        if have < remote.num_bytes:
+            label = f"{remote.name} (bytes)"
+            try:
+                with part.open("ab") as file, Ticker(remote.num_bytes, label, progress) as ticker:
+                    bar: Any = _Bar(ticker, remote.num_bytes, have)
+                    rest = pooch.HTTPDownloader(
+                        bar, CHUNK_BYTES, headers=headers, timeout=TIMEOUT_SECONDS
+                    )
+                    rest(url, file, asking)
+            finally:
+                if not size():
+                    part.unlink()
+        if have and size() > remote.num_bytes:  # a server that knows no ranges has sent all of it
+            return download(url, output_file, asking)
+        if size() != remote.num_bytes:
+            raise requests.exceptions.ConnectionError(
+                f"the connection ended after {size()} of {remote.num_bytes} bytes"
+            )
         os.replace(part, output_file)
 
     return download
+
+
+class _Bar:
+    """A ticker as what Pooch calls a progress bar; it counts a last, shorter piece in full."""
+
+    def __init__(self, ticker: Ticker, total: int, done: int) -> None:
+        self.ticker, self.left = ticker, total
+        self.update(done)
+
+    def update(self, amount: int) -> None:
+        amount = min(amount, self.left)
+        self.left -= amount
+        self.ticker.tick(amount)
+
+    def reset(self) -> None:
+        pass
+
+    close = reset
 
 
 def _short(error: Exception) -> str:

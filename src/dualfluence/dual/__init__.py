@@ -1,1 +1,1 @@
-"""The main functions: fit or take over a model, edit its training set, and ask what changed."""
+"""A model in dual variables: what it is, how it is read out, the Newton iteration that trains it."""

@@ -12,8 +12,8 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.trees import tree_norm
 from ..kernels._linearized import Linearized
+from ..models._passes import outputs_at
 from ..models._sources import pull_back
-from ._readout import outputs_at
 
 FAR = 0.1
 """Relative gap above which `from_trained` warns. Doubled, it warns of fewer networks."""
@@ -45,7 +45,7 @@ class Fidelity:
     output_gap: float
 
 
-class Trained(eqx.Module):
+class SeenNetwork(eqx.Module):
     """A network as its user trained it, seen from the training points.
 
     - `change`: `θ − θ₀` on the trainable leaves.
@@ -86,11 +86,11 @@ def _size(model: Linearized, params: PyTree) -> Float[Array, ""]:
     return model.norm(model.split(params)[0]) + model.norm(model.split(model.params)[0])
 
 
-def see(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Trained:
+def see(model: Linearized, params: PyTree, x: Array, linearised: bool) -> SeenNetwork:
     """Outputs and movement of a trained network."""
     theta, theta_0 = model.split(params)[0], model.split(model.params)[0]
     linear = outputs_at(model, params, x, linearised=True)
-    return Trained(
+    return SeenNetwork(
         model,
         params,
         x,
@@ -102,7 +102,7 @@ def see(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Traine
 
 
 def measure(
-    trained: Trained, gradient_at: Linearized, g: Array, gap: PyTree, ridge: float
+    trained: SeenNetwork, gradient_at: Linearized, g: Array, gap: PyTree, ridge: float
 ) -> Fidelity:
     """`gradient_at` has the Jacobian of the objective that was trained; `gap` is `θ − θ₀ − Jᵀα`."""
     pulled = pull_back(gradient_at, trained.x, g)

@@ -17,10 +17,10 @@ from ..operators._layout import Layout
 from ..problem._certificate import Certificate
 from ..problem._edits import TrainingSet
 from ..problem._objective import Problem, State, make_problem
-from ..solvers import AbstractPreconditioner, SpectralPreconditioner
+from ..problem._record import Stats
+from ..solvers import AbstractPreconditioner
 from ._fidelity import Fidelity
 from ._readout import DualModel
-from ._record import Stats
 
 Widening = Literal["computed anew", "as stored", "at once", "never"]
 """Where float32 is not enough, `K` is computed anew in float64 or multiplied as it is stored; `refine`
@@ -101,39 +101,40 @@ class TrainedModel(DualModel):
         own = 0.5 if network.widening is not None else SUMMED
         return float(np.finfo(np.float32).eps) * (0.5 * self.start_norm + own * moved)
 
-    def _remaining(self, until: float | None) -> float | None:
-        """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing."""
+    def _remaining(self, until: float | None, what: str = "edit: until") -> float | None:
+        """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing.
+
+        `what` is the option that asks, for messages.
+        """
         ref = self.reference
         if until is None:
             return until
         if ref is not None and not ref.certified:
             raise ValueError(
-                "edit: until asks for a certified distance, but a network that is not linear in its "
-                "parameters has no certificate. Use steps=... to iterate on its linearisation."
+                f"{what} asks for a certified distance, but a network that is not linear in its "
+                "parameters has no certificate. Leave it out; edits take steps=... instead."
             )
         gap = 0.0 if ref is None else ref.gap
         if not until > gap:
             raise ValueError(
-                f"edit: until={until:.3g} cannot be attained: the trained parameters have a gap "
-                f"of {gap:.3g} to θ₀ + Jᵀα, which edits keep. Use steps=..., a larger until, or "
-                "fit, which trains to the optimum and leaves no gap."
+                f"{what}={until:.3g} cannot be attained: the trained parameters have a gap of "
+                f"{gap:.3g} to θ₀ + Jᵀα, which edits keep. Give a larger distance, or none, or fit, which "
+                "trains to the optimum and leaves no gap."
             )
         reading = ROOM * self._reading(self.certificate.parameter_norm)
         if not until > gap + reading:
             raise ValueError(
-                f"edit: until={until:.3g} cannot be attained: parameters in float32 round by up "
-                f"to {reading:.3g}. Give a larger until, or parameters in float64."
+                f"{what}={until:.3g} cannot be attained: parameters in float32 round by up to "
+                f"{reading:.3g}. Give a larger distance, or parameters in float64."
             )
         return (until - gap - reading) * (1 - 4 * float(np.finfo(float).eps))
 
     @in_own_precision
     def without_spare_rows(self: "Trained") -> "Trained":
         """The same model with exactly one row per training point, as a fit from scratch has."""
-        n, layout, pre = self.data.num_points, self.layout, self.preconditioner
+        n, layout = self.data.num_points, self.layout
         if layout.sharding is not None or layout.num_rows == n:
             return self
-        if isinstance(pre, SpectralPreconditioner):
-            pre = SpectralPreconditioner(layout.points(pre.features))
         return replace(
             self,
             kernel_op=self.kernel_op.cut(n),
@@ -144,7 +145,7 @@ class TrainedModel(DualModel):
             ),
             offset=layout.points(self.offset),
             kernel_diagonal=layout.points(self.kernel_diagonal),
-            preconditioner=pre,
+            preconditioner=self.preconditioner.on_rows(layout.points),
         )
 
 

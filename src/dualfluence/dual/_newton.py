@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._support.checks import NotFinite, check_concrete
 from .._support.compile import filter_jit
+from ..losses._factors import check_convex
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach
 from ..problem._objective import AnyArray, Problem, State
@@ -38,9 +39,6 @@ DAMPING = 4.0
 """The ridge of a damped step's system is at least so many `eps` of the trace of `WK`. Below that, `Δα` is
 the small difference of large terms and points anywhere. Doubled, such steps are shorter; where they
 lead to is the same."""
-
-CURVATURE_SLACK = 1e3
-"""A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
 
 COUNTERS = {"traces": 0}
 """How often the step was traced, i.e. compiled; tests read it."""
@@ -275,11 +273,7 @@ def _line_search(
 
 def check_report(report: StepReport, dtype: Any, what: str) -> None:
     """Raise on NaN or on a loss that is not convex."""
-    if report.min_curvature < -CURVATURE_SLACK * float(jnp.finfo(dtype).eps):
-        raise ValueError(
-            f"{what}: the loss has negative curvature (smallest Hessian eigenvalue "
-            f"{report.min_curvature:.3g} of the largest). It must be convex in the outputs."
-        )
+    check_convex(what, report.min_curvature, dtype)
     check_finite_norm(report.gradient_norm + report.rounding, what)
 
 

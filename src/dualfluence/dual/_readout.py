@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import OVERFLOW, check_finite
-from .._support.compile import filter_jit
 from .._support.options import check_flag
 from .._support.wide import double, in_own_precision
 from ..kernels._linearized import Linearized
+from ..models._passes import outputs_at
 from ..models._sources import AbstractSource
 from ..operators._layout import Layout, whole
 from ..problem._edits import TrainingSet
@@ -157,9 +157,3 @@ class DualModel(abc.ABC):
             return move + outputs_at(self._network, ref.params, xq, ref.linearised)
         base = self.source.base_outputs(xq, move.shape[1])
         return move if base is None else move + base
-
-
-@filter_jit
-def outputs_at(model: Linearized, params: PyTree, x: Array, linearised: bool) -> Array:
-    """The network, or its linearisation, at any parameters; compiled once per shape."""
-    return model.linearised(params, x) if linearised else model(params, x)

@@ -21,7 +21,7 @@ from ._newton import (
     newton_step,
     op_mv,
 )
-from ._record import Ending, Outcome
+from ._outcome import Ending, Outcome
 
 MAX_STEPS = 1000
 """Newton steps of a run at most, by default. Each lowers the objective; tens are usual, but losses with

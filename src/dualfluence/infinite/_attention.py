@@ -5,9 +5,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
+from .._support.precision import HIGHEST
 from ._gap import coincide
 from ._spec import AbstractLayer, Band, Spec
 from ._states import ImagePairs, settle
@@ -122,5 +122,5 @@ def _mix(G1: Array, A: Array, G2: Array) -> Array:
     """$G_1 A G_2^T$ for every pair; the weights are broadcast over the samples of the other side."""
     n1, n2 = A.shape[2:]
     G1, G2 = (jnp.broadcast_to(G, (*G.shape[:2], n1, n2)) for G in (G1, G2))
-    left = jnp.einsum("panm,abnm->pbnm", G1, A, precision=lax.Precision.HIGHEST)
-    return jnp.einsum("pbnm,qbnm->pqnm", left, G2, precision=lax.Precision.HIGHEST)
+    left = jnp.einsum("panm,abnm->pbnm", G1, A, precision=HIGHEST)
+    return jnp.einsum("pbnm,qbnm->pqnm", left, G2, precision=HIGHEST)

@@ -7,9 +7,9 @@ from functools import lru_cache
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
+from .._support.precision import HIGHEST
 from ._gap import Joint, safe_divide, safe_sqrt
 from ._piecewise import AbstractActivation, derivative
 from ._smooth import smooth_joint
@@ -60,7 +60,7 @@ class Activation(AbstractActivation):
         z, weights = _hermite(self.nodes)
         points = r * jnp.asarray(z, r.dtype).reshape(-1, *[1] * r.ndim)
         weights = jnp.asarray(weights, r.dtype)
-        return jnp.tensordot(weights, function(points), 1, precision=lax.Precision.HIGHEST)
+        return jnp.tensordot(weights, function(points), 1, precision=HIGHEST)
 
     def variance(self, q: Array) -> Array:
         return jnp.sum(self._coefficients(self.function_, safe_sqrt(q)) ** 2, axis=0)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from .._support.precision import HIGHEST
 from ._gap import Joint, joint_from_distance, joint_from_minus, safe_divide, safe_sqrt
 from ._spec import Band, Spec
 from ._windows import at_first, at_second
@@ -88,7 +89,7 @@ def cross_vectors(x1: Array, x2: Array, q1: Array, q2: Array, spec: Spec) -> Vec
     center = jnp.mean(unit2, axis=0, keepdims=True)
     a, b = unit1 - center, unit2 - center
     spread = jnp.sum(a * a, axis=1)[:, None] + jnp.sum(b * b, axis=1)[None, :]
-    minus = spread / 2 - jnp.matmul(a, b.T, precision=lax.Precision.HIGHEST)
+    minus = spread / 2 - jnp.matmul(a, b.T, precision=HIGHEST)
     parallel = minus < 1
     near = jnp.clip(jnp.minimum(minus, 2 - minus), 0, 1)
     close = (near < CLOSE[x1.dtype.itemsize] * jnp.minimum(spread, 1) ** 2) & (q1 * q2 != 0)

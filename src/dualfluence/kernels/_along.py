@@ -11,11 +11,11 @@ from jaxtyping import Array
 
 from .._support.compile import jit
 from .._support.memory import tile_budget
+from .._support.points import count_points
+from .._support.precision import HIGHEST
 from ._gram import TERMS_AT_ONCE, Features, Pair
-from ._prepare import Prepared, as_inputs, num_points, prepare
+from ._prepare import Prepared, as_inputs, prepare_kernel
 from ._schedule import even_parts, require_finite
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def kernel_along(
@@ -36,9 +36,9 @@ def kernel_along(
     **Returns:** the folded kernel, shape `(n1, n2, c)`.
     """
     x1, x2 = as_inputs(x1, x2)
-    prepared, leaves, rest = prepare(apply_fn, params, x1, trainable, "auto", precision)
+    prepared, leaves, rest = prepare_kernel(apply_fn, params, x1, trainable, "auto", precision)
     prepared.check_apart(leaves, rest, x1)
-    n1, n2, c = num_points(x1), num_points(x2), prepared.recipe.num_outputs
+    n1, n2, c = count_points(x1), count_points(x2), prepared.recipe.num_outputs
     v = jnp.asarray(v, prepared.recipe.dtype)
     size = np.dtype(prepared.recipe.dtype).itemsize
     budget = tile_budget(n1 * n2 * c * size)

@@ -17,10 +17,11 @@ import numpy as np
 from jax.core import Tracer
 
 from .._support.compile import jit
+from .._support.precision import PRECISION
 from ._jacobian import push
 from ._program import as_program, mentions
-from ._rows import Free, Mixed, Points, follow
-from ._trace import digest, shapes_of, trace
+from ._rows import Free, Mixed, Points, follow_rows
+from ._trace import program_digest, shapes_of, trace
 
 Batched = Callable[[Any, Any, Any], Any]
 """`fn(leaves, rest, x) -> (n, c)`, differentiated with respect to `leaves`."""
@@ -54,7 +55,7 @@ def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
         return jax.jvp(lambda free: fn(free, rest, x), (leaves,), (leaves,))
 
     two, three = (trace(moved, leaves, rest, shapes_of(x, n)) for n in (2, 3))
-    if digest(two, shapes=False) != digest(three, shapes=False):
+    if program_digest(two, shapes=False) != program_digest(three, shapes=False):
         return False
     program = as_program(three)
     num_rows = len(jax.tree.leaves(x))
@@ -63,7 +64,7 @@ def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
         for s in program.inputs[:-num_rows]
     ]
     try:
-        outs = follow(program, [*states, *[Points(0)] * num_rows], 3)
+        outs = follow_rows(program, [*states, *[Points(0)] * num_rows], 3)
     except Mixed:
         return False
     return all(s == Points(0) or (isinstance(s, Free) and 0 in s.same) for s in outs)
@@ -116,7 +117,7 @@ def _middle_row(fn: Batched, leaves: Any, rest: Any, x: Any) -> tuple[Any, list[
     It runs at full precision. The rounding of narrow products, the default on some devices, would look
     like points that see each other.
     """
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         f, back = jax.vjp(lambda free: fn(free, rest, x), leaves)
         middle = f.shape[0] // 2
         mix = np.random.default_rng(0).normal(size=f.shape[1]).astype(f.dtype)

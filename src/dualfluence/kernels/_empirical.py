@@ -11,15 +11,14 @@ from jaxtyping import Array
 
 from .._support.memory import tile_budget
 from .._support.options import check_count
+from .._support.points import count_points
+from .._support.precision import HIGHEST, PRECISION
 from .._support.progress import ProgressFn
 from .._support.tiles import fill_kernel
-from ._prepare import as_inputs, num_points, prepare
+from ._prepare import as_inputs, prepare_kernel
 from ._recipe import Method
 from ._report import KernelReport
 from ._schedule import FeatureStore, choose_tiles
-from ._snapshot import PRECISION
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 @dataclass(frozen=True)
@@ -126,10 +125,10 @@ def kernel_block(
     **Returns:** the block, shape `(n1, c, n2, c)`.
     """
     x1, x2 = as_inputs(x1, x2)
-    prepared, leaves, rest = prepare(apply_fn, params, x1, trainable, method, precision)
+    prepared, leaves, rest = prepare_kernel(apply_fn, params, x1, trainable, method, precision)
     prepared.check_apart(leaves, rest, x1)
-    f1 = prepared.features(leaves, rest, x1, num_points(x1))
-    f2 = prepared.features(leaves, rest, x2, num_points(x2))
+    f1 = prepared.features(leaves, rest, x1, count_points(x1))
+    f2 = prepared.features(leaves, rest, x2, count_points(x2))
     return prepared.tile(f1, f2, traced=False)
 
 
@@ -152,13 +151,13 @@ def kernel_rows(
     being short; with fewer points than `size` there is one block of all points.
     """
     x, _ = as_inputs(x, None)
-    size = min(check_count("kernel_rows: size", size), num_points(x))
+    size = min(check_count("kernel_rows: size", size), count_points(x))
     # Not around a `yield`: it would hold for the caller too.
     highest = partial(jax.default_matmul_precision, PRECISION)
     with highest():
-        prepared, leaves, rest = prepare(apply_fn, params, x, trainable, method, precision)
+        prepared, leaves, rest = prepare_kernel(apply_fn, params, x, trainable, method, precision)
         prepared.check_apart(leaves, rest, x)
-        n, c, dtype = num_points(x), prepared.recipe.num_outputs, prepared.recipe.dtype
+        n, c, dtype = count_points(x), prepared.recipe.num_outputs, prepared.recipe.dtype
         budget = tile_budget(size * n * c**2 * np.dtype(dtype).itemsize)
         tiles = choose_tiles(prepared, n, None, budget=budget, traced=False)
         store = FeatureStore(prepared, leaves, rest, x, x, tiles, traced=False)
@@ -188,16 +187,16 @@ def kernel_report(
     Only shapes are computed: `params` and `x` may be `jax.ShapeDtypeStruct`s.
     """
     x, _ = as_inputs(x, None)
-    return prepare(apply_fn, params, x, trainable, method, HIGHEST)[0].report
+    return prepare_kernel(apply_fn, params, x, trainable, method, HIGHEST)[0].report
 
 
 def _kernel(
     apply_fn: Any, params: Any, x1: Any, x2: Any, options: Any, run: Any, *, traced: bool
 ) -> EmpiricalKernel:
     x1, x2 = as_inputs(x1, x2)
-    prepared, leaves, rest = prepare(apply_fn, params, x1, **options)
+    prepared, leaves, rest = prepare_kernel(apply_fn, params, x1, **options)
     prepared.check_apart(leaves, rest, x1)
-    sizes = (num_points(x1), None if x2 is None else num_points(x2))
+    sizes = (count_points(x1), None if x2 is None else count_points(x2))
     entries = sizes[0] * (sizes[1] or sizes[0]) * (1 if traced else prepared.recipe.num_outputs**2)
     budget = run["tile_bytes"] or tile_budget(entries * np.dtype(prepared.recipe.dtype).itemsize)
     tiles = choose_tiles(prepared, *sizes, budget=budget, traced=traced)

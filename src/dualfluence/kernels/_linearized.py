@@ -15,6 +15,7 @@ from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
 from .._support.options import check_choice, check_count, check_function, maybe
 from .._support.points import Form, count_points, is_tree
+from .._support.precision import PRECISION
 from .._support.progress import ProgressFn
 from .._support.tiles import even_size
 from .._support.trees import common_dtype, is_floating, tree_norm
@@ -23,10 +24,11 @@ from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
 from ._params import leaf_name, opened, split_params, statistics
+from ._prepare import check_outputs
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
 from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
-from ._snapshot import PRECISION, ChangedError, Kept, Snapshot, take_snapshot
+from ._snapshot import ChangedError, Kept, Snapshot, take_snapshot
 from ._wide import Widened, dtypes_of, widened_fn, widening_of
 
 ApplyFn = Callable[[Any, Any], Array]
@@ -314,7 +316,7 @@ class Linearized(eqx.Module):
     def _columns(self) -> int:
         assert isinstance(self.apply_fn, Snapshot)
         points = self.apply_fn.args[1]
-        return check_shape(self.apply_fn.outputs, count_points(points))
+        return check_outputs("linearize", self.apply_fn.outputs, count_points(points))
 
     def _traced_shape(self, x: Points) -> tuple[int, int]:
         try:
@@ -327,7 +329,7 @@ class Linearized(eqx.Module):
                 f"linearize: apply_fn(params, x) fails for x of {_described(given)}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        return count_points(x), check_shape(out, count_points(x))
+        return count_points(x), check_outputs("linearize", out, count_points(x))
 
     def _guard(self, x: Points) -> None:
         """Raise if points see each other: by a proof for any parameters or, if there is none, by a
@@ -415,23 +417,6 @@ def _diagonal(model: Linearized, x: Points) -> Float[Array, "n c"]:
         return sum(parts[1:], start=parts[0])
 
     return model._per_point(x, square)
-
-
-def check_shape(out: Any, n: int) -> int:
-    """The number of outputs `c`, or an error if `out` is not one array of shape `(n, c)`."""
-    shape = tuple(out.shape) if hasattr(out, "shape") else None
-    if shape is None or len(shape) != 2 or shape[0] != n or shape[1] == 0:
-        raise ValueError(
-            f"linearize: apply_fn(params, x) must return an array of shape (n, c) = ({n}, c), got "
-            f"{out if shape is None else shape}. A scalar output still needs its axis: return "
-            "f[:, None]."
-        )
-    if not jnp.issubdtype(out.dtype, jnp.floating):
-        raise ValueError(
-            "linearize: apply_fn(params, x) must return real floating-point numbers, got "
-            f"{out.dtype}. Return scores before any argmax, rounding or comparison."
-        )
-    return shape[1]
 
 
 def linearize(

@@ -104,7 +104,7 @@ def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], 
     roles = tuple(_role(leaf, wanted) for (_, leaf), wanted in zip(flat, chosen, strict=True))
     by_role: dict[str, list[Any]] = {"trainable": [], "fixed": [], "static": []}
     for (_, leaf), role in zip(flat, roles, strict=True):
-        by_role[role].append(leaf if role == "static" else widen(leaf))
+        by_role[role].append(leaf if role == "static" else widen_half(leaf))
     if not by_role["trainable"]:
         raise ValueError(
             f"empirical kernel: no trainable parameters among {len(flat)} leaves "
@@ -122,7 +122,7 @@ def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], 
     return split, by_role["trainable"], by_role["fixed"]
 
 
-def widen(x: Any) -> Any:
+def widen_half(x: Any) -> Any:
     """Half precision to float32, NumPy to JAX, everything else unchanged."""
     if isinstance(x, np.ndarray | np.generic):
         x = jnp.asarray(x)

@@ -10,10 +10,11 @@ import numpy as np
 from jax.core import Tracer
 
 from .._support.compile import jit
+from .._support.points import common_length, count_points
 from ._apart import Apart
 from ._features import feature_bytes, make_features, workspace_bytes
 from ._gram import Features, contract, take_points
-from ._params import Split, opened, split_params, widen
+from ._params import Split, opened, split_params, widen_half
 from ._recipe import Method, Recipe
 from ._report import make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
@@ -55,7 +56,7 @@ class Prepared:
 _KEPT = Kept[Prepared](MAX_KEPT)
 
 
-def prepare(
+def prepare_kernel(
     apply_fn: Callable[..., Any],
     params: Any,
     x: Any,
@@ -87,7 +88,7 @@ def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: An
         return apply_fn(split.merge(leaves, rest), x)
 
     leaves, rest, x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-    check_outputs(jax.eval_shape(batched, leaves, rest, x), num_points(x))
+    check_outputs("empirical kernel", jax.eval_shape(batched, leaves, rest, x), count_points(x))
     point = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
 
     def single(leaves: Any, rest: Any, x: Any) -> Any:
@@ -118,26 +119,12 @@ def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
     return key
 
 
-def num_points(x: Any) -> int:
-    """Length of axis 0, which every array of `x` must share."""
-    arrays = jax.tree.leaves(x)
-    lengths = {a.shape[0] if a.ndim else None for a in arrays}
-    if len(lengths) != 1 or None in lengths or 0 in lengths:
-        raise ValueError(
-            "empirical kernel: inputs need one or more points on axis 0 of every array, got shapes"
-            f" {[a.shape for a in arrays]}. One point alone is x[None]."
-        )
-    return arrays[0].shape[0]
-
-
 def as_inputs(x1: Any, x2: Any | None) -> tuple[Any, Any | None]:
     """Both inputs as arrays (NumPy stays in host memory), checked against each other."""
-    first = jax.tree.map(_as_input, x1)
-    num_points(first)
+    first = _as_points("x1", x1)
     if x2 is None:
         return first, None
-    second = jax.tree.map(_as_input, x2)
-    num_points(second)
+    second = _as_points("x2", x2)
     kinds = [
         (jax.tree.structure(x), [(a.shape[1:], str(a.dtype)) for a in jax.tree.leaves(x)])
         for x in (first, second)
@@ -150,13 +137,20 @@ def as_inputs(x1: Any, x2: Any | None) -> tuple[Any, Any | None]:
     return first, second
 
 
+def _as_points(name: str, x: Any) -> Any:
+    arrays = jax.tree.map(_as_input, x)
+    if common_length(f"empirical kernel: {name}", jax.tree.leaves(arrays)) == 0:
+        raise ValueError(f"empirical kernel: {name} needs one or more points on axis 0, got none.")
+    return arrays
+
+
 def _as_input(x: Any) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
-        return widen(x)
+        return widen_half(x)
     if not isinstance(x, jax.Array):
         x = np.asarray(x)
         return x.astype(jax.dtypes.canonicalize_dtype(widen_dtype(x.dtype)), copy=False)
-    return widen(x)
+    return widen_half(x)
 
 
 def widen_dtype(dtype: Any) -> Any:
@@ -165,23 +159,20 @@ def widen_dtype(dtype: Any) -> Any:
     return jnp.float32 if half else dtype
 
 
-def check_outputs(out: Any, n: int) -> None:
-    """Raise unless `out` is one real array of shape `(n, c)`."""
+def check_outputs(what: str, out: Any, n: int) -> int:
+    """The number of outputs `c`, or an error if `out` is not one real array of shape `(n, c)`."""
     arrays = jax.tree.leaves(out)
-    advice = "Return one (n, c) array: for one output per point use f(params, x)[:, None]"
-    if len(arrays) != 1:
+    alone = len(arrays) == 1 and arrays[0] is out
+    shape = tuple(out.shape) if alone else f"{len(arrays)} arrays in a {type(out).__name__}"
+    if not alone or len(shape) != 2 or shape[0] != n or shape[1] == 0:
         raise ValueError(
-            f"empirical kernel: apply_fn(params, x) must return one array of shape ({n}, c), got"
-            f" {len(arrays)} arrays. {advice}; drop auxiliary outputs."
+            f"{what}: apply_fn(params, x) must return an array of shape (n, c) = ({n}, c), got {shape}. A "
+            "scalar output still needs its axis: return f[:, None]. Flatten other axes, drop auxiliary "
+            "outputs."
         )
-    shape, dtype = arrays[0].shape, arrays[0].dtype
-    if len(shape) != 2 or shape[0] != n or shape[1] == 0:
+    if not jnp.issubdtype(out.dtype, jnp.floating):
         raise ValueError(
-            f"empirical kernel: apply_fn(params, x) must return shape ({n}, c) for {n} points, got"
-            f" {shape}. {advice}; flatten other axes."
+            f"{what}: apply_fn(params, x) must return real floating-point numbers, got {out.dtype}. "
+            "Return scores before any argmax, rounding or comparison."
         )
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(
-            f"empirical kernel: outputs are {dtype}, expected real floating point. Return the"
-            " logits or regression outputs, not predicted classes."
-        )
+    return out.shape[1]

@@ -10,10 +10,12 @@ from jax.core import Tracer
 from jaxtyping import Array
 
 from .._support.compile import jit
+from .._support.points import count_points
+from .._support.precision import HIGHEST
 from ._apart import Apart
 from ._jacobian import push
 from ._params import Split, opened, split_params
-from ._prepare import as_inputs, check_outputs, num_points
+from ._prepare import as_inputs, check_outputs
 from ._recipe import precision_name
 from ._snapshot import Kept, take_snapshot
 
@@ -78,7 +80,7 @@ def ntk_mv(
     batch_size: int = DEFAULT_BATCH,
     *,
     trainable: Any = None,
-    precision: Any = jax.lax.Precision.HIGHEST,
+    precision: Any = HIGHEST,
 ) -> Array:
     r"""The product $Kv = J(J^T v)$ with the empirical NTK, computed without forming the NTK.
 
@@ -98,13 +100,13 @@ def ntk_mv(
     x, _ = as_inputs(x, None)
     apply_fn, trainable = opened("ntk_mv", apply_fn, trainable)
     split, leaves, rest = split_params(params, trainable)
-    n, v = num_points(x), jnp.asarray(v)
+    n, v = count_points(x), jnp.asarray(v)
 
     def outputs(leaves: Any, rest: Any, x: Any) -> Any:
         return apply_fn(split.merge(leaves, rest), x)
 
     out = jax.eval_shape(outputs, leaves, rest, x)
-    check_outputs(out, n)
+    check_outputs("ntk_mv", out, n)
     if v.shape != out.shape:
         raise ValueError(
             f"ntk_mv: v must have the shape of the outputs, {out.shape}, got {v.shape}."

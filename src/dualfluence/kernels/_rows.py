@@ -32,9 +32,9 @@ class Mixed(Exception):
     """No rule shows that the points stay apart."""
 
 
-State = Points | Free
+RowState = Points | Free
 Shape = tuple[int, ...]
-Rule = Callable[[Op, Sequence[State], Sequence[Shape], Sequence[Shape], int], State]
+Rule = Callable[[Op, Sequence[RowState], Sequence[Shape], Sequence[Shape], int], RowState]
 
 _ENTRY_BY_ENTRY = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex
@@ -53,9 +53,9 @@ ALONG_AXIS = tuple(f"cum{k}" for k in ("sum", "prod", "max", "min", "logsumexp")
 WINDOWS = tuple(f"reduce_window_{k}" for k in ("sum", "max", "min"))
 
 
-def follow(program: Program, states: Sequence[State], n: int) -> list[State]:
+def follow_rows(program: Program, states: Sequence[RowState], n: int) -> list[RowState]:
     """States of the outputs, given those of the inputs; raises `Mixed`."""
-    env: dict[int, State] = dict(zip(program.inputs, states, strict=True))
+    env: dict[int, RowState] = dict(zip(program.inputs, states, strict=True))
     for slot, value in program.consts.items():
         env[slot] = Free(_constant_axes(value))
     for op in program.ops:
@@ -76,8 +76,8 @@ def _constant_axes(value: Any) -> frozenset[int]:
 
 
 def _step(
-    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[State]:
+    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[RowState]:
     if op.name in CONTROL:
         return CONTROL[op.name](op, ins, shapes, outs, n)
     free = not any(isinstance(s, Points) for s in ins)
@@ -92,7 +92,7 @@ def _step(
     return [state for _ in outs]
 
 
-def _same(op: Op, ins: Sequence[State], shapes: Sequence[Shape], out: Shape) -> frozenset[int]:
+def _same(op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], out: Shape) -> frozenset[int]:
     """Axes along which a value without points is constant."""
     ones = {d for d, length in enumerate(out) if length == 1}
     axes = [s.same for s, shape in zip(ins, shapes, strict=True) if isinstance(s, Free) and shape]
@@ -129,7 +129,7 @@ def _free_axes(op: Op, shapes: Sequence[Shape], k: int) -> tuple[list[int], int]
     return free[k], len(paired[0]) + (len(free[0]) if k else 0)
 
 
-def _meet(ins: Sequence[State], shapes: Sequence[Shape]) -> Points:
+def _meet(ins: Sequence[RowState], shapes: Sequence[Shape]) -> Points:
     """The common state of operands that are combined entry by entry."""
     found = {s for s in ins if isinstance(s, Points)}
     if len(found) != 1:
@@ -141,15 +141,15 @@ def _meet(ins: Sequence[State], shapes: Sequence[Shape]) -> Points:
     return state
 
 
-def _broadcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _broadcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     return ins[0]._replace(axis=op.params["broadcast_dimensions"][ins[0].axis])
 
 
-def _transpose(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _transpose(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     return ins[0]._replace(axis=op.params["permutation"].index(ins[0].axis))
 
 
-def _reshape(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _reshape(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     before = prod(shapes[0][: ins[0].axis])
     for axis, length in enumerate(outs[0]):
         if prod(outs[0][:axis]) == before and length % n == 0 and length:
@@ -163,18 +163,18 @@ def _drop(state: Points, gone: Any) -> Points:
     return state._replace(axis=state.axis - sum(d < state.axis for d in gone))
 
 
-def _reduce(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _reduce(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     return _drop(ins[0], op.params["axes"])
 
 
-def _squeeze(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _squeeze(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     return _drop(ins[0], op.params["dimensions"])
 
 
 def _untouched(key: str) -> Rule:
     """Operations along the axes under `key`, which must not contain the axis of the points."""
 
-    def rule(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+    def rule(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
         touched = op.params[key]
         state = _meet(ins, shapes)
         if state.axis in (touched if isinstance(touched, tuple | list) else (touched,)):
@@ -184,13 +184,13 @@ def _untouched(key: str) -> Rule:
     return rule
 
 
-def _last_axis(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _last_axis(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     if ins[0].axis == len(shapes[0]) - 1:
         raise Mixed(op.name)
     return ins[0]
 
 
-def _dot(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _dot(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     summed, paired = op.params["dimension_numbers"]
     found = []
     for k, state in enumerate(ins):
@@ -212,7 +212,7 @@ def _dot(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     return found[0]
 
 
-def _conv(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _conv(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     spec = op.params["dimension_numbers"]
     images = isinstance(ins[0], Points) and ins[0].axis == spec.lhs_spec[0]
     if not images or isinstance(ins[1], Points) or op.params["batch_group_count"] != 1:
@@ -220,7 +220,7 @@ def _conv(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     return ins[0]._replace(axis=spec.out_spec[0])
 
 
-def _gather(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _gather(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     d = op.params["dimension_numbers"]
     table, index = ins
     paired = tuple(getattr(d, "operand_batching_dims", ()))
@@ -252,7 +252,7 @@ def _gather(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     return found[0]
 
 
-def _slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     state = ins[0]
     starts = any(isinstance(s, Points) for s in ins[1:]) and op.name == "dynamic_slice"
     if starts or not isinstance(state, Points) or outs[0][state.axis] != shapes[0][state.axis]:
@@ -260,14 +260,14 @@ def _slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     return state
 
 
-def _bitcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _bitcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     # Bytes on the last axis become numbers or the other way round: the points must not be on it.
     if ins[0].axis >= min(len(shapes[0]), len(outs[0])):
         raise Mixed(op.name)
     return ins[0]
 
 
-def _update_slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _update_slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     state = _meet(ins[:2], shapes[:2])
     whole = shapes[0][state.axis] == shapes[1][state.axis]
     if not whole or any(isinstance(s, Points) for s in ins[2:]):
@@ -275,14 +275,14 @@ def _update_slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
     return state
 
 
-def _pad(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _pad(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     state = _meet(ins, shapes)
     if tuple(op.params["padding_config"][state.axis]) != (0, 0, 0):
         raise Mixed("pad")
     return state
 
 
-def _window(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> State:
+def _window(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     state = _meet(ins, shapes)
     p, d = op.params, state.axis
     plain = p["window_dimensions"][d] == 1 and shapes[0][d] == outs[0][d]
@@ -315,13 +315,13 @@ RULES: dict[str, Rule] = {
 }
 
 
-def _join(first: State, second: State) -> State:
+def _join(first: RowState, second: RowState) -> RowState:
     if isinstance(first, Free) and isinstance(second, Free):
         return Free(first.same & second.same)
     return _meet_loop(first, second)
 
 
-def _meet_loop(first: State, second: State) -> State:
+def _meet_loop(first: RowState, second: RowState) -> RowState:
     points, other = (first, second) if isinstance(first, Points) else (second, first)
     assert isinstance(points, Points)
     if isinstance(other, Free) and points.axis not in other.same:
@@ -331,18 +331,20 @@ def _meet_loop(first: State, second: State) -> State:
     return points
 
 
-def _loop(body: Any, fixed: Sequence[State], carry: list[State], n: int, rest: Any) -> list[State]:
+def _loop(
+    body: Any, fixed: Sequence[RowState], carry: list[RowState], n: int, rest: Any
+) -> list[RowState]:
     """Run `body` until the states of its carry no longer change; returns all outputs' states."""
     program = as_program(body)
     while True:
-        outs = follow(program, [*fixed, *carry, *rest], n)
+        outs = follow_rows(program, [*fixed, *carry, *rest], n)
         joined = [_join(a, b) for a, b in zip(carry, outs[: len(carry)], strict=True)]
         if joined == carry:
             return [*carry, *outs[len(carry) :]]
         carry = joined
 
 
-def _shift(state: State, by: int) -> State:
+def _shift(state: RowState, by: int) -> RowState:
     """The state with a scan's axis taken away in front (`by = -1`) or put there (`by = 1`)."""
     if isinstance(state, Free):
         return Free(frozenset(d + by for d in state.same if d + by >= 0))
@@ -352,8 +354,8 @@ def _shift(state: State, by: int) -> State:
 
 
 def _scan(
-    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[State]:
+    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[RowState]:
     fixed, carry = _scan_groups(op, shapes, outs)
     rows = [_shift(s, -1) for s in ins[fixed + carry :]]
     start = list(ins[fixed : fixed + carry])
@@ -376,30 +378,30 @@ def _scan_groups(op: Op, shapes: Sequence[Shape], outs: Sequence[Shape]) -> tupl
 
 
 def _while(
-    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[State]:
+    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[RowState]:
     first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
     carry = list(ins[first + second :])
     ends = _loop(op.params["body_jaxpr"], ins[first : first + second], carry, n, ())
-    (going,) = follow(as_program(op.params["cond_jaxpr"]), [*ins[:first], *ends], n)
+    (going,) = follow_rows(as_program(op.params["cond_jaxpr"]), [*ins[:first], *ends], n)
     if isinstance(going, Points):
         raise Mixed("a loop whose length depends on points")
     return ends
 
 
 def _cond(
-    op: Op, ins: Sequence[State], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[State]:
+    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
+) -> list[RowState]:
     if isinstance(ins[0], Points):
         raise Mixed("a branch that depends on points")
-    branches = [follow(as_program(body), ins[1:], n) for body in op.params["branches"]]
+    branches = [follow_rows(as_program(body), ins[1:], n) for body in op.params["branches"]]
     ends = branches[0]
     for other in branches[1:]:
         ends = [_join(a, b) for a, b in zip(ends, other, strict=True)]
     return ends
 
 
-Control = Callable[[Op, Sequence[State], Sequence[Shape], Sequence[Shape], int], list[State]]
+Control = Callable[[Op, Sequence[RowState], Sequence[Shape], Sequence[Shape], int], list[RowState]]
 CONTROL: dict[str, Control] = {
     "scan": _scan,
     "while": _while,

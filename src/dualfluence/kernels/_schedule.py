@@ -9,9 +9,10 @@ import numpy as np
 from jaxtyping import Array
 
 from .._support.checks import NotFinite
+from .._support.points import count_points
 from .._support.tiles import even_size
 from ._gram import TERMS_AT_ONCE, Features
-from ._prepare import Prepared, num_points
+from ._prepare import Prepared
 
 SYMMETRIC_TILES = 5
 """Tiles per side that a large symmetric kernel is cut into: 60 % of the square is computed."""
@@ -95,8 +96,8 @@ class FeatureStore:
         self._prepared, self._leaves, self._rest = prepared, leaves, rest
         self._x1, self._x2 = x1, x1 if x2 is None else x2
         self._tiles, self._traced = tiles, traced
-        self.index1 = np.arange(num_points(x1))
-        self.index2 = None if x2 is None else np.arange(num_points(x2))
+        self.index1 = np.arange(count_points(x1))
+        self.index2 = None if x2 is None else np.arange(count_points(x2))
         self._flags: list[tuple[str, np.ndarray, Any, Any]] = []
         self._row: tuple[int, Features] | None = None
         self._kept: tuple[Features, Features] | None = None
@@ -118,7 +119,7 @@ class FeatureStore:
     def block(self, i: Array, j: Array) -> Array:
         """The tile of the points `i` of `x1` and `j` of `x2`."""
         if self._kept is not None:
-            if len(i) == len(self.index1) and len(j) == num_points(self._x2):
+            if len(i) == len(self.index1) and len(j) == count_points(self._x2):
                 return self._prepared.tile(*self._kept, traced=self._traced)
             return self._prepared.tile_at(*self._kept, i, j, traced=self._traced)
         rows, cols = np.asarray(i), np.asarray(j)

@@ -19,14 +19,12 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._support.precision import PRECISION
 from .._support.trees import is_array
 from .._support.wide import has_float64, types_of_64_bits
-from ._trace import Arithmetic, arithmetic, array_digest, digest, shapes_of, trace
+from ._trace import Arithmetic, arithmetic, array_digest, program_digest, shapes_of, trace
 
 T = TypeVar("T")
-
-PRECISION = "highest"
-"""Matrix products inside `apply_fn` keep the full precision of their dtype, also on a GPU."""
 
 POINTS = 3
 """Number of points at which a snapshot is traced; any number is possible."""
@@ -82,7 +80,7 @@ class Snapshot:
     def require_unchanged(self) -> None:
         """Raise if `fn` has changed."""
         with types_of_64_bits(self.wide):  # numbers made inside of `fn` have other types otherwise
-            now = digest(_trace_exactly(self.fn, self.args)[0])
+            now = program_digest(_trace_exactly(self.fn, self.args)[0])
         if now != self.checksum:
             raise ChangedError(
                 "apply_fn: an array or number that it closes over has changed since this model was"
@@ -108,7 +106,7 @@ def take_snapshot(fn: Callable[..., Any], params: Any, x: Any) -> Snapshot:
     args = (shapes_of(params), shapes_of(x, POINTS))
     closed, outputs = _trace_exactly(fn, args)
     count = len([leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
-    return Snapshot(fn, digest(closed), args, outputs, arithmetic(closed, count))
+    return Snapshot(fn, program_digest(closed), args, outputs, arithmetic(closed, count))
 
 
 def _trace_exactly(fn: Callable[..., Any], args: tuple[Any, Any]) -> tuple[Any, Any]:

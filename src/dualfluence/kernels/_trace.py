@@ -63,7 +63,7 @@ def trace(fn: Callable[..., Any], *args: Any, return_shape: bool = False) -> Any
     return jax.make_jaxpr(anew, return_shape=return_shape)(*(leaves[k] for k in where))
 
 
-def digest(closed: Any, *, shapes: bool = True) -> str:
+def program_digest(closed: Any, *, shapes: bool = True) -> str:
     """A checksum of a traced function: its operations, numbers and closed-over arrays.
 
     `shapes=False` leaves out values that may change with the number of points.

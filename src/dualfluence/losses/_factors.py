@@ -4,10 +4,14 @@ A factor multiplies arrays of shape `(n, c, ...)`. Its class tells solvers its s
 """
 
 import abc
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+CURVATURE_SLACK = 1e3
+"""A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
 
 
 def _per_point(values: Array, like: Array) -> Array:
@@ -33,6 +37,13 @@ class AbstractFactor(eqx.Module):
     def hess_mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
         """`W v = R Rᵀ v`."""
         return self.mv(self.rmv(v))
+
+    def folded(self, K: Float[Array, "nc nc"], c: int) -> Float[Array, "nr nr"]:
+        """`RᵀKR`, with `c` rows of `K` per point."""
+        m = K.shape[0]
+        half = self.rmv(K.reshape(m // c, c, m)).reshape(-1, m)
+        size = half.shape[0]
+        return self.rmv(half.T.reshape(m // c, c, size)).reshape(size, size)
 
     def narrow(self) -> "AbstractFactor":
         """`R` without columns that are always empty: `rmv` then returns fewer rows per point."""
@@ -109,3 +120,12 @@ class BlockFactor(AbstractFactor):
     @property
     def min_curvature(self) -> Float[Array, ""]:
         return self.curvature
+
+
+def check_convex(what: str, lowest: float, dtype: Any) -> None:
+    """Raise where the smallest eigenvalue of the loss's Hessian, over the largest, is no rounding."""
+    if lowest < -CURVATURE_SLACK * float(jnp.finfo(dtype).eps):
+        raise ValueError(
+            f"{what}: the loss has negative curvature (smallest Hessian eigenvalue {lowest:.3g} of the "
+            "largest). It must be convex in the outputs."
+        )

@@ -42,19 +42,21 @@ def check_params(name: str, model: Linearized, params: PyTree) -> PyTree:
     paths = jax.tree_util.tree_leaves_with_path(model.params)
     rows = zip(paths, jax.tree.leaves(params), model.trainable, strict=True)
     leaves = [
-        _trained(f"{name}{jax.tree_util.keystr(path)}", leaf, base) if used else leaf
+        _like(f"{name}{jax.tree_util.keystr(path)}", leaf, base, used)
         for (path, base), leaf, used in rows
     ]
     return jax.tree.unflatten(got, leaves)
 
 
-def _trained(name: str, leaf: Any, base: Any) -> jax.Array:
-    array = as_dtype(name, leaf, base.dtype)
-    if array.shape != np.shape(base):
+def _like(name: str, leaf: Any, base: Any, used: bool) -> Any:
+    array = as_dtype(name, leaf, base.dtype) if used else leaf
+    if np.shape(array) != np.shape(base):
         raise ValueError(
             f"{name} must have the shape {np.shape(base)} that linearize was given, got "
-            f"{array.shape}."
+            f"{np.shape(array)}."
         )
+    if not used:
+        return leaf
     if not all_finite(name, array):
         raise ValueError(f"{name} has NaN or inf. Did training diverge?")
     return array

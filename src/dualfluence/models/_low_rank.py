@@ -13,14 +13,13 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 from .._support.compile import filter_jit, jit
 from .._support.options import check_choice, check_count, check_key, maybe
 from .._support.points import enter_points
+from .._support.precision import HIGHEST
 from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator
 from ._checks import check_network
-from ._programs import pull_back
+from ._passes import pull_back
 from ._sources import AbstractSource, as_source, take_rows
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 
 class AbstractLowRankSource(AbstractSource):

@@ -29,7 +29,7 @@ from ..operators import (
 )
 from ..operators._layout import Layout, whole
 from ._kernel import is_symmetric
-from ._programs import (
+from ._passes import (
     base_outputs,
     cross_mv,
     held_moved_params,

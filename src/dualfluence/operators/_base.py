@@ -16,9 +16,6 @@ from jaxtyping import Array, Float
 from ._checks import check_by_products
 from ._layout import Layout, whole
 
-HIGHEST = jax.lax.Precision.HIGHEST
-"""Products in the full precision of the dtype: float32 means float32, also on a GPU."""
-
 
 class UnsupportedStructure(TypeError, ValueError):
     """A structure of `K` cannot do what was asked. The message names both, and what to try.

@@ -9,12 +9,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import jit
-from ._base import HIGHEST, AbstractKernelOperator
+from .._support.precision import HIGHEST
+from ._base import AbstractKernelOperator, AbstractWrapper
+from ._checks import check_by_products
 from ._dense import DenseOperator, KroneckerOperator
 from ._layout import Layout
 
 
-class BorderedOperator(AbstractKernelOperator):
+class BorderedOperator(AbstractWrapper):
     """`[[K, C], [Cᵀ, D]]`: `K` stays unchanged and in its place; only the border is new.
 
     `C` is `(n·c, m·c)`, or `(n, m)` when `K` and `D` are Kronecker.
@@ -30,24 +32,8 @@ class BorderedOperator(AbstractKernelOperator):
         return Layout((*old.blocks, *new.blocks), old.sharding)
 
     @property
-    def in_memory(self) -> bool:
-        return self.op.in_memory
-
-    @property
-    def is_kronecker(self) -> bool:
-        return self.op.is_kronecker
-
-    @property
-    def product_precision(self) -> jax.lax.Precision | None:
-        return self.op.product_precision
-
-    @property
     def grows(self) -> bool:
         return True
-
-    @property
-    def num_outputs(self) -> int:
-        return self.op.num_outputs
 
     @property
     def num_points(self) -> int:
@@ -57,10 +43,6 @@ class BorderedOperator(AbstractKernelOperator):
     def num_bytes(self) -> int:
         border = self.cross.size * self.cross.dtype.itemsize
         return self.op.num_bytes + border + self.corner.num_bytes
-
-    @property
-    def dtype(self) -> Any:
-        return self.op.dtype
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         n = self.op.num_points
@@ -89,6 +71,9 @@ class BorderedOperator(AbstractKernelOperator):
         if C.shape[0] == self.op.num_points and c > 1:
             C = jnp.kron(C, jnp.eye(c, dtype=C.dtype))
         return jnp.block([[self.op.dense(), C], [C.T, self.corner.dense()]])
+
+    def check(self) -> str:
+        return check_by_products(self)
 
     def with_precision(self, precision: jax.lax.Precision) -> "BorderedOperator":
         """The precision of both blocks; the border itself keeps full precision."""

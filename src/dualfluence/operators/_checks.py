@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit, jit
+from ..linalg import Krylov, lanczos
 
 ROUNDING_SLACK = 1e3
 """Deviations up to this many units in the last place of the largest entry count as rounding."""
@@ -133,22 +134,12 @@ def _extreme_eigenvalues(K: Float[Array, "m m"]) -> tuple[Array, Array]:
     return values[0], values[-1]
 
 
-@filter_jit
-def _ritz_values(K: Float[Array, "m m"]) -> tuple[Array, Array]:
-    """Smallest and largest Ritz value of a short Lanczos run with full reorthogonalisation."""
-    m = K.shape[0]
-    v = jax.random.normal(jax.random.key(0), (m,), K.dtype)
-    basis = jnp.zeros((LANCZOS_STEPS, m), K.dtype).at[0].set(v / jnp.linalg.norm(v))
+@jit
+def _krylov_space(K: Float[Array, "m m"]) -> Krylov:
+    return lanczos(lambda v: jnp.dot(K, v), K.shape[0], K.dtype, LANCZOS_STEPS, 0)
 
-    def extend(basis: Array, j: Array) -> tuple[Array, Array]:
-        w = jnp.dot(K, basis[j], precision="highest")
-        for _ in range(2):
-            w = w - jnp.dot(jnp.dot(basis, w, precision="highest"), basis, precision="highest")
-        norm = jnp.linalg.norm(w)
-        w = jnp.where(norm > 0, w / jnp.where(norm > 0, norm, 1), w)
-        return basis.at[j + 1].set(w, mode="drop"), norm
 
-    basis, _ = jax.lax.scan(extend, basis, jnp.arange(LANCZOS_STEPS))
-    small = jnp.dot(basis, jnp.dot(K, basis.T, precision="highest"), precision="highest")
-    values = jnp.linalg.eigvalsh(0.5 * (small + small.T))
+def _ritz_values(K: Float[Array, "m m"]) -> tuple[float, float]:
+    """Smallest and largest eigenvalue of `K` on a short Krylov space."""
+    values = _krylov_space(K).ritz()[0]
     return values[0], values[-1]

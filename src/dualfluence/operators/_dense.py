@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Int
 
 from .._support.compile import jit
 from .._support.memory import panel_rows
-from ._base import HIGHEST, AbstractKernelOperator
+from .._support.precision import HIGHEST
+from ._base import AbstractKernelOperator
 from ._checks import check_entries
 from ._devices import from_parts, on_each_device
 from ._layout import Device, Layout

@@ -11,34 +11,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._support.compile import jit
+from .._support.precision import HIGHEST
 from ..kernels._linearized import Linearized
-from ._base import HIGHEST, AbstractKernelOperator
+from ._base import AbstractKernelOperator
 from ._layout import Layout
-from ._sharded import ShardedMatrixFreeOperator
+from ._sharded import AbstractTangentOperator, ShardedMatrixFreeOperator
 
 
-class MatrixFreeOperator(AbstractKernelOperator):
+class MatrixFreeOperator(AbstractTangentOperator):
     """`v ↦ J(Jᵀv)` by batched vjp, then jvp. Memory of one parameter vector and one batch."""
 
     model: Linearized = eqx.field(converter=Linearized.in_scale)
     x: Shaped[Array, "n ..."]
     c: int = eqx.field(static=True)
-
-    @property
-    def num_outputs(self) -> int:
-        return self.c
-
-    @property
-    def num_points(self) -> int:
-        return self.x.shape[0]
-
-    @property
-    def num_bytes(self) -> int:
-        return 0
-
-    @property
-    def dtype(self) -> Any:
-        return self.model.dtype
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         return self.model.jvp(self.x, self.model.vjp(self.x, v))
@@ -49,13 +34,6 @@ class MatrixFreeOperator(AbstractKernelOperator):
     def dense(self) -> Float[Array, "nc nc"]:
         kernel = self.model.kernel_block(self.x, self.x)
         return kernel.reshape(self.num_points * self.num_outputs, -1)
-
-    @property
-    def follows_points(self) -> bool:
-        return True
-
-    def check(self) -> str:
-        return "positive semidefinite by construction"
 
     def at_points(self, x: Any, layout: Layout) -> "MatrixFreeOperator":
         return replace(self, x=x)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.memory import panel_rows
-from ._base import HIGHEST, AbstractKernelOperator, AbstractWrapper
+from .._support.precision import HIGHEST
+from ._base import AbstractKernelOperator, AbstractWrapper
 from ._layout import Layout
 
 

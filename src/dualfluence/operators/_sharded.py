@@ -71,21 +71,12 @@ class ShardedOperator(AbstractWrapper):
         )
 
 
-class ShardedMatrixFreeOperator(AbstractKernelOperator):
-    """`v ↦ J(Jᵀv)` with each device's own points: one sum of a parameter vector per product."""
+class AbstractTangentOperator(AbstractKernelOperator):
+    """`v ↦ J(Jᵀv)` from a network and points, which it follows; no entry of `K` is held."""
 
-    model: Linearized = eqx.field(converter=Linearized.in_scale)
-    x: Shaped[Array, "n ..."]
-    c: int = eqx.field(static=True)
-    placement: Layout = eqx.field(static=True)
-
-    @property
-    def layout(self) -> Layout:
-        return self.placement
-
-    @property
-    def follows_points(self) -> bool:
-        return True
+    model: eqx.AbstractVar[Linearized]
+    x: eqx.AbstractVar[Shaped[Array, "n ..."]]
+    c: eqx.AbstractVar[int]
 
     @property
     def num_outputs(self) -> int:
@@ -102,6 +93,26 @@ class ShardedMatrixFreeOperator(AbstractKernelOperator):
     @property
     def dtype(self) -> Any:
         return self.model.dtype
+
+    @property
+    def follows_points(self) -> bool:
+        return True
+
+    def check(self) -> str:
+        return "positive semidefinite by construction"
+
+
+class ShardedMatrixFreeOperator(AbstractTangentOperator):
+    """`v ↦ J(Jᵀv)` with each device's own points: one sum of a parameter vector per product."""
+
+    model: Linearized = eqx.field(converter=Linearized.in_scale)
+    x: Shaped[Array, "n ..."]
+    c: int = eqx.field(static=True)
+    placement: Layout = eqx.field(static=True)
+
+    @property
+    def layout(self) -> Layout:
+        return self.placement
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         params, static = eqx.partition(self.model, eqx.is_array)
@@ -130,6 +141,3 @@ class ShardedMatrixFreeOperator(AbstractKernelOperator):
 
     def at_points(self, x: Any, layout: Layout) -> "ShardedMatrixFreeOperator":
         return replace(self, x=layout.place(x, "last"), placement=layout)
-
-    def check(self) -> str:
-        return "positive semidefinite by construction"

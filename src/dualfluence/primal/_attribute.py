@@ -7,7 +7,6 @@ the first-order effect of leaving `i` out on the measured quantity `m_q`: positi
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,32 +16,28 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import check_finite, check_ridge
 from .._support.compile import filter_jit
 from .._support.options import (
-    check_count,
     check_flag,
     check_instance,
     check_on_failure,
-    maybe,
 )
 from .._support.points import shown
 from .._support.wide import double
-from ..dual._attribution import Attribution
-from ..dual._quantity import Quantity, as_quantity
-from ..dual._readout import outputs_at
-from ..dual._record import OnFailure
+from ..attribution._attribution import Attribution
 from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
-from ..models._checks import check_params
-from ..models._sources import bound_network
-from ._curvature import Curvature, make_curvature
-from ._gradients import gradient_products, point_gradients, rows_at_once
-from ._influence import _training_set, _with_batches
+from ..models._gradients import gradient_products, point_gradients, rows_at_once
+from ..models._passes import outputs_at
+from ..problem._quantity import Quantity, as_quantity
+from ..problem._record import OnFailure
+from ._curvature import Curvature
 from ._precision import in_float64
 from ._solvers import (
     CG,
-    AbstractInverse,
+    AbstractPrimalInverse,
     check_primal_solver,
     check_solved,
 )
+from ._start import curvature_at, training_start
 
 
 def attribute(
@@ -81,71 +76,37 @@ def attribute(
 
     **Returns:** `Attribution`; `stats` holds the solver, its residual and the numbers it reports.
     """
-    start = time.perf_counter()
-    model = as_network(model)
-    check_instance("attribute: model", model, Linearized, "made by linearize")
-    if on_failure == "raise" and solver is None:
-        model = in_float64(model)
-    about = {"loss": loss, "ridge": ridge, "weights": weights, "linearised": linearised}
-    how = {"batch_size": batch_size, "self_influence": self_influence, "on_failure": on_failure}
-    with double(model.widening is not None):
-        scores = _attribute(model, params, x, y, xq, yq, solver=solver, of=of, **about, **how)
-    return replace(scores, stats=scores.stats | {"seconds": time.perf_counter() - start})
-
-
-def _attribute(
-    model: Linearized,
-    params: PyTree,
-    x: Any,
-    y: Any,
-    xq: Any,
-    yq: Any,
-    *,
-    loss: AbstractLoss,
-    ridge: float,
-    solver: Any,
-    of: str | Callable[[Array, Array], Array],
-    weights: Any,
-    linearised: bool,
-    batch_size: int | None,
-    self_influence: bool,
-    on_failure: OnFailure,
-) -> Attribution:
-    """`attribute` in the precision of the model."""
-    batch_size = maybe(check_count, "attribute: batch_size", batch_size)
+    began = time.perf_counter()
     linearised = check_flag("attribute: linearised", linearised)
     check_on_failure("attribute", on_failure)
+    model = as_network(model)
+    check_instance("attribute: model", model, Linearized, "made by linearize")
+    model = in_float64(model) if on_failure == "raise" and solver is None else model
     solver = check_primal_solver("attribute", CG() if solver is None else solver)
-    theta = check_params("attribute: params", model, params)
-    model = bound_network(model, x)
-    theta = model.enter(theta)
-    data = _training_set(model, x, y, weights, loss)
-    queries = data.queries(xq)
-    c = model.apply_shape(data.x)[1]
-    quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
-    sized = _with_batches(model, data.x, batch_size)
-    w = jnp.asarray(data.weights)
-    lam = jnp.asarray(check_ridge(ridge, model.dtype), model.dtype)
-    curvature, f = make_curvature(sized, theta, data.x, data.targets, w, loss, lam, linearised)
-    check_finite("attribute: outputs at params", f, hint="Did training diverge?")
-    v = _query_directions(sized, theta, queries, quantity, linearised)
-    g = w.astype(f.dtype)[:, None] * loss.grad(f, data.targets)
-    inverse = solver.prepare(curvature)
-    scorer = _Scorer(curvature, inverse, data.x, g, on_failure)
-    values = scorer.scores(queries, v)
-    own = scorer.own(quantity, data.targets, f) if self_influence else None
-    return Attribution(
-        values=values,
-        of=quantity.name,
-        direction=quantity.direction,
-        own=own,
-        notes=(f"first-order effects in parameter space by {solver!r}", *scorer.notes),
-        stats=scorer.stats | {"solver": repr(solver)},
-        x=shown(data.x, data.form),
-        y=np.asarray(data.targets),
-        xq=shown(queries, data.form),
-        yq=None if yq is None else np.asarray(yq),
-    )
+    with double(model.widening is not None):
+        start = training_start("attribute", model, params, x, y, weights, loss)
+        data, queries = start.data, start.data.queries(xq)
+        quantity = as_quantity(of, loss, yq, queries.shape[0], start.num_outputs, model.dtype)
+        lam = check_ridge(ridge, model.dtype)
+        curvature, f = curvature_at("attribute", start, data, lam, batch_size, linearised)
+        check_finite("attribute: outputs at params", f, hint="Did training diverge?")
+        v = _query_directions(start.model, start.theta, queries, quantity, linearised)
+        g = jnp.asarray(data.weights).astype(f.dtype)[:, None] * loss.grad(f, data.targets)
+        scorer = _Scorer(curvature, solver.inverse(curvature), data.x, g, on_failure)
+        values = scorer.scores(queries, v)
+        own = scorer.own(quantity, data.targets, f) if self_influence else None
+        return Attribution(
+            values=values,
+            of=quantity.name,
+            direction=quantity.direction,
+            own=own,
+            notes=(f"first-order effects in parameter space by {solver!r}", *scorer.notes),
+            stats=scorer.stats | {"solver": repr(solver), "seconds": time.perf_counter() - began},
+            x=shown(data.x, data.form),
+            y=np.asarray(data.targets),
+            xq=shown(queries, data.form),
+            yq=None if yq is None else np.asarray(yq),
+        )
 
 
 class _Scorer:
@@ -154,7 +115,7 @@ class _Scorer:
     def __init__(
         self,
         curvature: Curvature,
-        inverse: AbstractInverse,
+        inverse: AbstractPrimalInverse,
         x: Array,
         g: Float[Array, "n c"],
         on_failure: OnFailure,

@@ -11,19 +11,26 @@ from typing import Any, Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit
-from ..dual._readout import outputs_at
+from .._support.precision import PRECISION
 from ..kernels._linearized import Linearized
+from ..linalg import Krylov, lanczos
 from ..losses import AbstractLoss
+from ..models._gradients import point_gradient, rows_at_once
+from ..models._passes import outputs_at
 from ._hessian import Rows, linearised_product, make_rows, network_product
-from ._update import PRECISION, tangent_model
+from ._update import tangent_model
 
 Hessian = Literal["gauss-newton", "exact"]
 
 HESSIANS = ("gauss-newton", "exact")
+
+EIGENVALUE_STEPS = 40
+"""Products for the ends of the spectrum. Both are good to a per cent or better by then."""
 
 
 class Curvature(eqx.Module):
@@ -100,3 +107,51 @@ def relative_residuals(
         left = jax.lax.map(lambda row: curvature.product(row, hessian), value) + shift * value
     size = jnp.linalg.norm(b, axis=1)
     return jnp.linalg.norm(b - left, axis=1) / jnp.maximum(size, jnp.finfo(b.dtype).tiny)
+
+
+def curvature_roots(
+    loss: AbstractLoss, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
+) -> Float[Array, "n c r"]:
+    """`R_i` as dense blocks: `Σ_r J_iᵀR_i[:, r] (J_iᵀR_i[:, r])ᵀ` adds up to the curvature."""
+    n, c = outputs.shape
+    eye = jnp.broadcast_to(jnp.eye(c, dtype=outputs.dtype), (n, c, c))
+    return loss.hess_factor(outputs, targets, weights).mv(eye)
+
+
+def flat_rows(curvature: Curvature) -> tuple[Array, Array, Float[Array, " n"], Float[Array, "n c"]]:
+    """Points, targets, weights and outputs without batches; padding has weight zero."""
+    rows = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), curvature.rows)
+    return rows.x, rows.targets, rows.weights, rows.outputs
+
+
+@filter_jit
+def curvature_trace(curvature: Curvature) -> Float[Array, ""]:
+    """`Σ_i ‖J_iᵀR_i‖²`: one backward pass per point and output."""
+    x, targets, weights, outputs = flat_rows(curvature)
+    roots = curvature_roots(curvature.loss, outputs, targets, weights)
+    size = max(1, min(rows_at_once(curvature.model) // outputs.shape[1], x.shape[0]))
+
+    def square(pair: tuple[Array, Array]) -> Array:
+        xi, root = pair
+        grads = jax.vmap(lambda u: point_gradient(curvature.model, xi, u))(root.T)
+        return jnp.sum(grads**2)
+
+    with jax.default_matmul_precision(PRECISION):
+        return jnp.sum(jax.lax.map(square, (x, roots), batch_size=size))
+
+
+@filter_jit
+def krylov_space(curvature: Curvature, hessian: Hessian, steps: int, seed: int) -> Krylov:
+    """`C` on the span of `steps` Lanczos vectors."""
+    product = lambda v: curvature.product(v, hessian)  # noqa: E731
+    return lanczos(product, curvature.num_params, curvature.dtype, steps, seed)
+
+
+def extreme_eigenvalues(curvature: Curvature, hessian: Hessian) -> tuple[float, float]:
+    """Smallest and largest eigenvalue of `C`, each moved outwards by its error bound."""
+    steps = min(EIGENVALUE_STEPS, curvature.num_params)
+    krylov = krylov_space(curvature, hessian, steps, 0)
+    values, vectors = krylov.ritz()
+    # An eigenvalue lies within β·|last entry| of every Ritz value.
+    off = abs(float(krylov.beside[-1])) * np.abs(vectors[-1]) if steps < curvature.num_params else 0
+    return float((values - off).min()), float((values + off).max())

@@ -22,13 +22,12 @@ from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit
 from .._support.memory import GRADIENT_BYTES
+from .._support.precision import PRECISION
 from ..kernels._params import split_params
 from ..kernels._products import cut
-from ._curvature import Curvature, relative_residuals
-from ._gradients import curvature_roots, flat_rows
+from ._curvature import Curvature, curvature_roots, flat_rows, relative_residuals
 from ._places import EXACT_LIMIT, Places, find_places
-from ._solvers import AbstractInverse, AbstractPrimalSolver, Solved, check_options
-from ._update import PRECISION
+from ._solvers import AbstractPrimalInverse, AbstractPrimalSolver, Solved, check_options
 
 
 class KFAC(AbstractPrimalSolver):
@@ -46,7 +45,7 @@ class KFAC(AbstractPrimalSolver):
     def __check_init__(self) -> None:
         check_options("KFAC", self.damping, "gauss-newton", exact_limit=self.exact_limit)
 
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         return _prepare(curvature, self, corrected=False)
 
 
@@ -60,7 +59,7 @@ class EKFAC(AbstractPrimalSolver):
     def __check_init__(self) -> None:
         check_options("EKFAC", self.damping, "gauss-newton", exact_limit=self.exact_limit)
 
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         return _prepare(curvature, self, corrected=True)
 
 
@@ -87,7 +86,7 @@ class Block(eqx.Module):
         return v if self.right is None else jnp.einsum("bnk,bmk->bmn", self.right, v)
 
 
-class _BlockInverse(AbstractInverse):
+class _BlockInverse(AbstractPrimalInverse):
     curvature: Curvature
     places: Places = eqx.field(static=True)
     blocks: list[Block]

@@ -9,12 +9,11 @@ from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit
 from .._support.options import check_positive, maybe
-from ..dual._record import NotConverged
-from ._curvature import Curvature, Hessian, relative_residuals
+from .._support.precision import PRECISION
+from ..problem._record import NotConverged
+from ._curvature import Curvature, Hessian, extreme_eigenvalues, relative_residuals
 from ._hessian import Rows
-from ._lanczos import extreme_eigenvalues
-from ._solvers import AT_ONCE, AbstractInverse, AbstractPrimalSolver, Solved, check_options
-from ._update import PRECISION
+from ._solvers import AT_ONCE, AbstractPrimalInverse, AbstractPrimalSolver, Solved, check_options
 
 SAFETY = 1.05
 """The scale over the largest eigenvalue. The series converges down to a half."""
@@ -54,14 +53,14 @@ class LiSSA(AbstractPrimalSolver):
         check_options("LiSSA", self.damping, self.hessian, self.seed, **counts)
         maybe(check_positive, "LiSSA: scale", self.scale)
 
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         low, high = extreme_eigenvalues(curvature, self.hessian)
         shift = float(curvature.shift(self.damping))
         scale = SAFETY * (high + shift) if self.scale is None else self.scale
         return _LiSSAInverse(curvature, self, scale, low, high)
 
 
-class _LiSSAInverse(AbstractInverse):
+class _LiSSAInverse(AbstractPrimalInverse):
     curvature: Curvature
     solver: LiSSA
     scale: float = eqx.field(static=True)

@@ -10,11 +10,16 @@ from jaxtyping import Array, Float
 
 from .._support.compile import filter_jit, jit
 from .._support.options import check_flag
-from ._curvature import Curvature, Hessian, products, relative_residuals
-from ._lanczos import lanczos
-from ._solvers import AbstractInverse, AbstractPrimalSolver, Solved, check_options
-from ._trace import curvature_trace
-from ._update import PRECISION
+from .._support.precision import PRECISION
+from ._curvature import (
+    Curvature,
+    Hessian,
+    curvature_trace,
+    krylov_space,
+    products,
+    relative_residuals,
+)
+from ._solvers import AbstractPrimalInverse, AbstractPrimalSolver, Solved, check_options
 
 OVERSAMPLING = 20
 """Steps beyond twice the rank, so that the eigenvalues that are kept have converged."""
@@ -51,11 +56,11 @@ class Arnoldi(AbstractPrimalSolver):
                 f"Arnoldi: steps must be at least the rank {self.rank}, got {self.steps}."
             )
 
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         p = curvature.num_params
         rank = min(self.rank, p)
         steps = min(2 * rank + OVERSAMPLING if self.steps is None else self.steps, p)
-        krylov = lanczos(curvature, self.hessian, steps, self.seed)
+        krylov = krylov_space(curvature, self.hessian, steps, self.seed)
         values, vectors = krylov.ritz()
         kept = np.sort(np.argsort(-np.abs(values), kind="stable")[:rank])
         basis = _turned(krylov.basis, jnp.asarray(vectors[:, kept], curvature.dtype))
@@ -84,7 +89,7 @@ class Nystrom(AbstractPrimalSolver):
     def __check_init__(self) -> None:
         check_options("Nystrom", self.damping, self.hessian, self.seed, rank=self.rank)
 
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         p, dtype = curvature.num_params, curvature.dtype
         rank = min(self.rank, p)
         normal = jax.random.normal(jax.random.key(self.seed), (p, rank), dtype)
@@ -101,7 +106,7 @@ class Nystrom(AbstractPrimalSolver):
         return _LowRank("Nystrom", curvature, basis, np.asarray(values), self, facts).checked()
 
 
-class _LowRank(AbstractInverse):
+class _LowRank(AbstractPrimalInverse):
     """Orthonormal rows and their eigenvalues, with or without the complement."""
 
     name: str = eqx.field(static=True)

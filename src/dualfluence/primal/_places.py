@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._support.precision import PRECISION
 from ..kernels._factors import GradientFactor, Scalars, scale_product
 from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program
 from ..kernels._reader import FactorReader
 from ..kernels._snapshot import Kept
-from ._update import PRECISION
 
 FACTOR_LIMIT = 8192
 """Largest side of a factor that is decomposed; doubled, the decomposition takes eight times as long."""

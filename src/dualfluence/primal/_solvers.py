@@ -12,17 +12,19 @@ from jaxtyping import Array, Float
 from .._support.checks import NotFinite, check_fraction, check_number
 from .._support.compile import filter_jit
 from .._support.options import check_choice, check_count, maybe
-from ..dual._record import NotConverged, OnFailure
+from .._support.precision import PRECISION
+from ..problem._record import NotConverged, OnFailure
 from ..solvers._cg import CGResult, conjugate_gradients
-from ._curvature import HESSIANS, Curvature, Hessian, relative_residuals
-from ._lanczos import extreme_eigenvalues
-from ._update import PRECISION
+from ._curvature import HESSIANS, Curvature, Hessian, extreme_eigenvalues, relative_residuals
 
 AT_ONCE = 16
 """Right-hand sides that iterate together. Doubled, twice as many activations are held."""
 
 RESIDUAL_SLACK = 2.0
 """How far the true residual may lie above `rtol` when the running one is below."""
+
+COUNTERS = {"traces": 0}
+"""How often conjugate gradients were traced, i.e. compiled; tests read it."""
 
 
 class Solved(NamedTuple):
@@ -46,7 +48,7 @@ class Solved(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-class AbstractInverse(eqx.Module):
+class AbstractPrimalInverse(eqx.Module):
     """`(C + δI)⁻¹`, exact or approximate, ready for right-hand sides."""
 
     @abc.abstractmethod
@@ -58,7 +60,7 @@ class AbstractPrimalSolver(eqx.Module):
     """A way to apply `(C + (λ + damping) I)⁻¹`; `λ` comes from the problem."""
 
     @abc.abstractmethod
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         """The data that all right-hand sides share: eigenvectors, factors, a step size."""
 
 
@@ -82,46 +84,57 @@ class CG(AbstractPrimalSolver):
         check_options("CG", self.damping, self.hessian, max_steps=self.max_steps)
         check_fraction("CG: rtol", self.rtol)
 
-    def prepare(self, curvature: Curvature) -> AbstractInverse:
+    def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:
         return _CGInverse(curvature, self)
 
 
-class _CGInverse(AbstractInverse):
+class _CGInverse(AbstractPrimalInverse):
     curvature: Curvature
     solver: CG
 
     def solve(self, b: Float[Array, "k p"]) -> Solved:
-        result, residuals = _iterate(self.curvature, self.solver, b)
+        solver, shift = self.solver, self.curvature.shift(self.solver.damping)
+        rtol = jnp.asarray(solver.rtol, b.dtype)
+        result, residuals = _iterate(
+            self.curvature, shift, b, rtol, solver.max_steps, solver.hessian
+        )
         residual, steps = float(residuals.max()), int(result.iterations.max())
         notes: tuple[str, ...] = ()
         facts: dict[str, Any] = {}
         if bool(result.indefinite.any()):
-            low, high = extreme_eigenvalues(self.curvature, self.solver.hessian)
+            low, high = extreme_eigenvalues(self.curvature, solver.hessian)
             facts = {"smallest_eigenvalue": low, "largest_eigenvalue": high}
-            shift = float(self.curvature.shift(self.solver.damping))
             notes = (
-                f"indefinite: the smallest eigenvalue of the Hessian is {low:.3g}, and ridge plus "
-                f"damping of {shift:.3g} does not lift it above zero",
+                f"indefinite Hessian: stopped early; its smallest eigenvalue is {low:.3g}, and ridge "
+                f"plus damping of {float(shift):.3g} does not lift it above zero",
             )
-        done = bool(result.converged.all()) and residual <= RESIDUAL_SLACK * self.solver.rtol
+        done = bool(result.converged.all()) and residual <= RESIDUAL_SLACK * solver.rtol
         return Solved(result.x, residual, done and not notes, steps, steps + 1, facts, notes)
 
 
 @filter_jit
 def _iterate(
-    curvature: Curvature, solver: CG, b: Float[Array, "k p"]
+    curvature: Curvature,
+    shift: Float[Array, ""],
+    b: Float[Array, "k p"],
+    rtol: Float[Array, ""],
+    max_steps: int,
+    hessian: Hessian,
 ) -> tuple[CGResult, Float[Array, " k"]]:
-    shift = curvature.shift(solver.damping)
+    COUNTERS["traces"] += 1
 
     def mv(v: Array) -> tuple[Array, Array]:
-        return curvature.product(v, solver.hessian) + shift * v, jnp.zeros((), v.dtype)
+        return curvature.product(v, hessian) + shift * v, jnp.zeros((), v.dtype)
 
     def one(row: Array) -> CGResult:
-        return conjugate_gradients(mv, row, rtol=solver.rtol, max_steps=solver.max_steps)
+        return conjugate_gradients(mv, row, rtol=rtol, max_steps=max_steps)
 
     with jax.default_matmul_precision(PRECISION):
-        result = jax.lax.map(one, b, batch_size=min(AT_ONCE, b.shape[0]))
-    return result, relative_residuals(curvature, shift, result.x, b, solver.hessian)
+        if b.shape[0] == 1:  # no axis of right-hand sides in the products
+            result = jax.tree.map(lambda a: a[None], one(b[0]))
+        else:
+            result = jax.lax.map(one, b, batch_size=min(AT_ONCE, b.shape[0]))
+    return result, relative_residuals(curvature, shift, result.x, b, hessian)
 
 
 MAX_SEED = 2**32 - 1
@@ -152,7 +165,7 @@ def check_primal_solver(what: str, solver: Any) -> AbstractPrimalSolver:
 
 def check_solved(what: str, solved: Solved, on_failure: OnFailure) -> None:
     """Raise on answers that are not finite, and on those that missed their tolerance."""
-    if not bool(jnp.isfinite(solved.value).all()):
+    if not (np.isfinite(solved.residual) and bool(jnp.isfinite(solved.value).all())):
         raise NotFinite(
             f"{what}: the solve is not finite (relative residual {solved.residual:.3g}). Check the "
             "outputs at params, or try float64."

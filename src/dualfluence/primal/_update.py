@@ -11,17 +11,15 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import check_finite
 from .._support.compile import filter_jit
 from .._support.options import check_flag
+from .._support.precision import PRECISION
 from .._support.show import Shown, Table
 from .._support.trees import tree_norm
 from .._support.wide import in_own_precision
-from ..dual._readout import outputs_at
-from ..dual._record import Stats
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..models._passes import outputs_at
 from ..problem._edits import TrainingSet, targets_like
-
-PRECISION = "highest"
-"""Matrix products: an accelerator's default (TF32, bfloat16) stalls conjugate gradients."""
+from ..problem._record import Stats
 
 
 class PrimalUpdate(Shown, eqx.Module):
@@ -128,7 +126,7 @@ class PrimalUpdate(Shown, eqx.Module):
 
     def _ridge_change(self, first_order: bool) -> Float[Array, ""]:
         """`λ(δ·Δθ)` or `λ(δ·Δθ + ½‖Δθ‖²)`, with `δ = θ* − θ₀`: no difference of large squares."""
-        moved = moved_params(self.model, self.before)
+        moved = displacement(self.model, self.before)
         pairs = jax.tree.map(lambda d, step: jnp.sum(d * step), moved, self.step)
         change = sum(jax.tree.leaves(pairs), start=jnp.zeros((), self.model.dtype))
         if not first_order:
@@ -141,7 +139,7 @@ def tangent_model(model: Linearized, params: PyTree, linearised: bool) -> Linear
     return model if linearised else replace(model, params=params)
 
 
-def moved_params(model: Linearized, params: PyTree) -> PyTree:
+def displacement(model: Linearized, params: PyTree) -> PyTree:
     """`θ − θ₀` on the trainable leaves."""
     theta, theta_0 = model.split(params)[0], model.split(model.params)[0]
     return jax.tree.map(jnp.subtract, theta, theta_0)

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.options import check_count
+from .._support.precision import HIGHEST
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, LowRankOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 Inverse = Callable[[Array, Array], Array]
 """`(b, Kb) ↦ (λI + WK)⁻¹ b`."""

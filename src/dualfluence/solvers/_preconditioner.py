@@ -2,6 +2,7 @@ r"""Preconditioners for `B = λI + RᵀKR`, built once from `K` and reused for e
 
 import abc
 from collections.abc import Callable
+from typing import NoReturn
 
 import equinox as eqx
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._support.compile import filter_jit
 from ..losses import AbstractFactor
-from ..operators import AbstractKernelOperator
+from ..operators import AbstractKernelOperator, UnsupportedStructure
 
 Apply = Callable[[Float[Array, "n c"]], Float[Array, "n c"]]
 
@@ -34,12 +35,34 @@ class AbstractPreconditioner(eqx.Module):
     def inverse(self, factor: AbstractFactor, ridge: Float[Array, ""]) -> Apply:
         """`v ↦ P⁻¹v` with `P ≈ λI + RᵀKR`."""
 
+    @property
+    def sketch(self) -> Float[Array, "n c r"] | None:
+        """`L` of `K ≈ LLᵀ`, one row per training point; `None` where there is none."""
+        self._refuse()
+
+    def on_rows(self, move: Callable[[Array], Array]) -> "AbstractPreconditioner":
+        """The same with other rows for the training points: `move` takes `(n, c, r)` to them."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise UnsupportedStructure(
+            f"{type(self).__name__} is not made of one row per training point, so that it can be neither "
+            "stored nor moved to other rows."
+        )
+
 
 class NoPreconditioner(AbstractPreconditioner):
     """`P = I`."""
 
     def inverse(self, factor: AbstractFactor, ridge: Float[Array, ""]) -> Apply:
         return lambda v: v
+
+    @property
+    def sketch(self) -> None:
+        return None
+
+    def on_rows(self, move: Callable[[Array], Array]) -> "NoPreconditioner":
+        return self
 
 
 class SpectralPreconditioner(AbstractPreconditioner):
@@ -50,6 +73,13 @@ class SpectralPreconditioner(AbstractPreconditioner):
     """
 
     features: Float[Array, "n c r"]
+
+    @property
+    def sketch(self) -> Float[Array, "n c r"]:
+        return self.features
+
+    def on_rows(self, move: Callable[[Array], Array]) -> "SpectralPreconditioner":
+        return SpectralPreconditioner(move(self.features))
 
     def inverse(self, factor: AbstractFactor, ridge: Float[Array, ""]) -> Apply:
         F = factor.rmv(self.features).reshape(-1, self.features.shape[2])

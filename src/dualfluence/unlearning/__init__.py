@@ -9,8 +9,6 @@ from ._engine import Engine as Engine
 from ._ledger import Ledger as Ledger
 from ._ledger import LedgerError as LedgerError
 from ._ledger import erase_references as erase_references
-from ._metrics import Forgetting as Forgetting
-from ._metrics import forgetting_table as forgetting_table
 from ._metrics import klom as klom
 from ._metrics import margins as margins
 from ._metrics import membership_auc as membership_auc

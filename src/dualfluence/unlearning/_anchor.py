@@ -12,17 +12,18 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.compile import ARRAYS, filter_jit
 from .._support.memory import memory_budget
-from ..dual._fitted import Fitted
+from .._support.precision import HIGHEST
+from ..fitted._fitted import Fitted
+from ..linalg import Krylov, lanczos
 from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator
 from ..problem._objective import Problem, State
 from ..solvers import SpectralPreconditioner, spectral_preconditioner
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 MATRICES = 4
 """Number of matrices of the size of `K` that a factorisation holds at once."""
@@ -130,7 +131,9 @@ def make_majorant(op: AbstractKernelOperator) -> Majorant:
     L = sketch.features.astype(jnp.float32)
     stored = SpectralPreconditioner(L.astype(op.dtype))
     slack = SLACK * float(jnp.finfo(jnp.float32).eps) * jnp.linalg.norm(stored.features)
-    return Majorant(L.reshape(size, -1).T, _rest_norm(op, stored) / KRYLOV_SHARE, slack)
+    return Majorant(
+        L.reshape(size, -1).T, jnp.asarray(_rest_norm(op, stored) / KRYLOV_SHARE, op.dtype), slack
+    )
 
 
 def _itself(op: AbstractKernelOperator) -> Majorant:
@@ -182,27 +185,17 @@ def _measure_error(
     return PROBE_SAFETY * jnp.max(share) / float(jnp.finfo(op.dtype).eps)
 
 
+def _rest_norm(op: AbstractKernelOperator, sketch: SpectralPreconditioner) -> float:
+    """Largest eigenvalue of `K − LLᵀ` as far as Lanczos' method sees it."""
+    return float(np.abs(_rest_space(op, sketch).ritz()[0]).max())
+
+
 @filter_jit
-def _rest_norm(op: AbstractKernelOperator, sketch: SpectralPreconditioner) -> Float[Array, ""]:
-    """Largest eigenvalue of `K − LLᵀ` as far as Lanczos' method sees it.
-
-    Without reorthogonalisation: rounding makes it find eigenvalues twice, and none that are larger.
-    """
+def _rest_space(op: AbstractKernelOperator, sketch: SpectralPreconditioner) -> Krylov:
     n, c, r = sketch.features.shape
-    L, steps = sketch.features.reshape(n * c, r), min(KRYLOV_STEPS, n * c)
+    L = sketch.features.reshape(n * c, r)
 
-    def step(found: tuple[Array, Array, Array], _: Any) -> tuple[Any, Any]:
-        v, last, off = found
-        flat = v.reshape(-1)
-        low = jnp.dot(L, jnp.dot(flat, L, precision=HIGHEST), precision=HIGHEST)
-        w = op.mv(v) - low.reshape(v.shape) - off * last
-        diagonal = jnp.sum(v * w)
-        w = w - diagonal * v
-        off = jnp.linalg.norm(w)
-        return (w / jnp.where(off > 0, off, 1), v, off), (diagonal, off)
+    def rest(v: Float[Array, " nc"]) -> Float[Array, " nc"]:
+        return op.mv(v.reshape(n, c)).reshape(-1) - L @ (v @ L)
 
-    start = jax.random.normal(jax.random.key(2), (n, c), op.dtype)
-    begin = (start / jnp.linalg.norm(start), jnp.zeros_like(start), jnp.zeros((), op.dtype))
-    _, (diagonal, off) = jax.lax.scan(step, begin, None, steps)
-    T = jnp.diag(diagonal) + jnp.diag(off[:-1], 1) + jnp.diag(off[:-1], -1)
-    return jnp.max(jnp.abs(jnp.linalg.eigvalsh(T)))
+    return lanczos(rest, n * c, op.dtype, min(KRYLOV_STEPS, n * c), 2)

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.options import check_flag, check_path
 from .._support.show import Shown
 from .._version import __version__
-from ..dual._fitted import Fitted
+from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit
 from ._engine import Engine, Work

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.wide import double
-from ..dual._fitted import Fitted
+from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._objective import State
@@ -80,7 +80,10 @@ class Engine:
         return self.work.fitted
 
     def propose(self, edits: Sequence[AbstractEdit], until: float | None = None) -> Work:
-        """The state after the edits; nothing changes until it is accepted."""
+        """The state after the edits; nothing changes until it is accepted.
+
+        Proposals share scratch memory: of several from one state, the last can be accepted.
+        """
         with self._scope:
             return self._proposed(edits, until)
 
@@ -109,6 +112,11 @@ class Engine:
 
     def accept(self, work: Work) -> None:
         """Make a proposal the state."""
+        if work.gone is not None and not work.gone.stands:
+            raise RuntimeError(
+                "accept: another request was proposed after this one and has written over what it needs. "
+                "Propose it again."
+            )
         self.work = work
 
     def _applied(self, edits: Sequence[AbstractEdit]) -> TrainingSet:
@@ -127,9 +135,6 @@ class Engine:
         data = self._applied(edits) if gone.on_host else None
         weights = fitted.data.sample_weights
         after, found = programs.leave_out(gone, fitted.state, points, shares, weights)
-        if work is self.work:
-            # The call wrote into these: what was there is in what came back.
-            self.work = work._replace(gone=replace(gone, rows=after.rows, T=after.T))
         if data is None:
             # While the device is at work. If the edits are refused here, nothing has happened.
             data = self._applied(edits)

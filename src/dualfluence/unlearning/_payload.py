@@ -9,8 +9,8 @@ import numpy as np
 
 from .._support.files import FileError, write_atomically
 from .._support.wide import in_own_precision
-from ..dual._file import name_of
-from ..dual._fitted import Fitted
+from ..fitted._file import name_of
+from ..fitted._fitted import Fitted
 from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace
 from ._ledger import LedgerError, digest
 

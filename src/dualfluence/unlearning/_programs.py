@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import ARRAYS, jit
+from .._support.precision import PRECISION
 from ..problem._certificate import Certificate, Norms, measure_norms, norms_of_square
 from ..problem._objective import AnyArray, Problem, State
 from ._anchor import Anchor
@@ -42,7 +43,7 @@ class Found(NamedTuple):
         return Certificate(gradient, rounding, parameters, ridge)
 
 
-class Compiled(NamedTuple):
+class RequestPrograms(NamedTuple):
     """The programs: remove one point, take one step, and compute the certificate, with or without new
     products."""
 
@@ -81,7 +82,10 @@ class Programs:
             held = (gone.rows, gone.T, gone.C, gone.forces, gone.points, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
-            gone, state = Gone(*after, count=gone.count + 1), found.state
+            room, count = gone.room, gone.count
+            room.rows, room.T = after[:2]
+            gone = Gone(room, *after[2:], count=count + 1, mark=room.wrote(count))
+            state = found.state
         return gone, found
 
     def polish(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
@@ -135,7 +139,7 @@ class Programs:
 
 
 @lru_cache(maxsize=16)
-def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
+def _compiled(tree: Any, fixed: tuple[Any, ...]) -> RequestPrograms:
     """Programs for anchors of one structure; those of the next anchor are the same."""
 
     def anchor_of(arrays: tuple[Any, ...]) -> Anchor:
@@ -159,7 +163,7 @@ def _compiled(tree: Any, fixed: tuple[Any, ...]) -> Compiled:
     # `less` and `judge` has a large operand, so that trial runs of its kernels need no room, and a skinny
     # one gains.
     quick = jit(less, donate_argnums=(1, 2)).outermost, jit(judge).outermost
-    return Compiled(quick[0], jit(polish), quick[1], jit(measure))
+    return RequestPrograms(quick[0], jit(polish), quick[1], jit(measure))
 
 
 @lru_cache(maxsize=4)
@@ -188,7 +192,7 @@ def _less(
     own = jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c)
     rows = jax.lax.dynamic_update_slice_in_dim(rows, own, place * c, axis=0)
     points = jax.lax.dynamic_update_slice_in_dim(points, point[None], place, axis=0)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         seen = jax.lax.dynamic_slice_in_dim(rows, point * c, c, axis=1)
         row = next_row(T, C, seen)
         row = jax.lax.dynamic_update_slice_in_dim(row, jnp.eye(c, dtype=T.dtype), place * c, axis=1)
@@ -218,7 +222,7 @@ def _polished(
 ) -> Found:
     total, kept = jnp.sum(shares), (shares > 0).astype(shares.dtype)
     given = (rows, T, C, points, rho, kept, total)
-    with jax.default_matmul_precision("highest"):
+    with jax.default_matmul_precision(PRECISION):
         step = make_correction(DEVICE, Fixed.of(anchor), *given)
     after = state.moved(*step)
     return Found(after, *_judged(anchor, after, shares / total))

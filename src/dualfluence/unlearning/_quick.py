@@ -1,7 +1,7 @@
 r"""Leaving points out one after another, each by a small solve with the anchor's inverse.
 
 With the sums of weights as they were at the anchor, removing a point of share `m` drops its term and lowers
-the ridge by $\lambda m$. A step is what a force `x` on the dual variables does (DESIGN, section 1):
+the ridge by $\lambda m$. A step is what a force `x` on the dual variables does (see the page on theory):
 
 $$K\Delta\alpha = Nx,\qquad \Delta\alpha = \tfrac1\lambda\left(x - W_0K\Delta\alpha\right).$$
 
@@ -27,15 +27,33 @@ import numpy as np
 from ._anchor import Anchor
 
 
+@dataclass(eq=False)
+class Room:
+    """Arrays that all proposals write into, each past the points of the state that it begins with.
+
+    - `rows`: the anchor's `N` at the eliminated points, `(capacity·c, n·c)`.
+    - `T`: `(capacity·c, capacity·c)`, as in this file's head.
+    - `marks`: for each point in `rows` a mark of its own, by which a proposal sees that it was overwritten.
+    """
+
+    rows: Any
+    T: Any
+    marks: list[object]
+
+    def wrote(self, place: int) -> object:
+        """The mark of what now stands at `place`; nothing stands after it."""
+        self.marks[place:] = [object()]
+        return self.marks[-1]
+
+
 @dataclass(frozen=True, eq=False)
 class Gone:
     """Points eliminated since the anchor, in order, in arrays with room for more.
 
-    `rows` and `T` are written in place, and past `count` they are scratch, where `C` is zero. On a CPU all
-    arrays are the host's, and `C` and `points` are written in place too.
+    Past `count` the arrays of `room` are scratch, where `C` is zero. On a CPU all arrays are the host's, and
+    `C` and `points` are written in place too.
 
-    - `rows`: the anchor's `N` at these points, `(capacity·c, n·c)`.
-    - `T`: `(capacity·c, capacity·c)`, as in this file's head.
+    - `room`: what stands for the points in `N`.
     - `C`: `(capacity, c, c)`.
     - `forces`: at these points, less the anchor's `α`, where `α` is the force at those that are left.
     - `points`: which they are.
@@ -43,16 +61,31 @@ class Gone:
       requests bring them.
     - `place`: `count` where a program reads it; `None` on a CPU.
     - `count`: points eliminated.
+    - `mark`: of the last of them.
     """
 
-    rows: Any
-    T: Any
+    room: Room
     C: Any
     forces: Any
     points: Any
     shares: Any
     place: Any
     count: int
+    mark: object = None
+
+    @property
+    def rows(self) -> Any:
+        return self.room.rows
+
+    @property
+    def T(self) -> Any:
+        return self.room.T
+
+    @property
+    def stands(self) -> bool:
+        """Whether no other proposal has written over these points."""
+        marks = self.room.marks[: self.count]
+        return not self.count or (len(marks) == self.count and marks[-1] is self.mark)
 
     @property
     def on_host(self) -> bool:
@@ -93,10 +126,11 @@ def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     points = xp.zeros(capacity, xp.int32)
     if on_host():
         rows.fill(0)
-        return Gone(rows, T, C, forces, points, None, None, 0)
+        return Gone(Room(rows, T, []), C, forces, points, None, None, 0)
     left, place = jnp.asarray(shares, dtype), jnp.zeros((), jnp.int32)
     arrays = committed((rows, T, C, forces, points, left, place), anchor.alpha)
-    return Gone(*arrays, count=0)
+    rows, T, *others = arrays
+    return Gone(Room(rows, T, []), *others, count=0)
 
 
 def committed(arrays: Any, like: jax.Array) -> Any:
@@ -138,7 +172,7 @@ def step_on_host(
     step = make_step(HOST, fixed, *held, alpha, share, kept, point)
     gone.C[count], forces = step.C, gone.forces.copy()
     forces[:end] = step.forces
-    return replace(gone, forces=forces, count=count + 1), step
+    return replace(gone, forces=forces, count=count + 1, mark=gone.room.wrote(count)), step
 
 
 def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:

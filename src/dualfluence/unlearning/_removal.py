@@ -25,7 +25,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.wide import in_own_precision
-from ..dual._fitted import Fitted
+from ..fitted._fitted import Fitted
 from ..kernels._scale import Shifted
 from ._desk import Desk
 

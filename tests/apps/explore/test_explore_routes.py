@@ -5,7 +5,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from dualfluence.apps.explore._app import make_app
-from dualfluence.apps.explore._visitors import Gone, Visitors
+from dualfluence.apps.explore._visitors import VisitEnded, Visitors
 from dualfluence.apps.page._write import static_files
 
 pytestmark = pytest.mark.host
@@ -211,10 +211,10 @@ def test_the_visit_used_last_stays_and_idle_ones_go(first):
     assert visitors.find(one) is session
     three, _ = visitors.begin()  # one of the two has to go: the one not used for longer
     assert visitors.find(one) is session
-    with pytest.raises(Gone):
+    with pytest.raises(VisitEnded):
         visitors.find(two)
     now[0] = 61.0
-    with pytest.raises(Gone, match="1 minutes"):
+    with pytest.raises(VisitEnded, match="1 minutes"):
         visitors.find(three)
     assert len(visitors) == 0
 

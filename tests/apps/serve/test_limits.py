@@ -19,7 +19,7 @@ import dualfluence as dfl
 import problems
 from dualfluence.apps.explore._app import make_app as make_page
 from dualfluence.apps.serve._app import make_app
-from dualfluence.dual._fitted import Fitted
+from dualfluence.fitted._fitted import Fitted
 from dualfluence.losses import SoftmaxCrossEntropy
 from dualfluence.problem._edits import TrainingSet
 

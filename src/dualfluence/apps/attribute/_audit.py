@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.wide import in_own_precision
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...metrics import accuracy
 from ._data import Data, fit_model
 

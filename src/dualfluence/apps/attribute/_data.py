@@ -10,8 +10,8 @@ import numpy as np
 
 from ... import datasets, infinite
 from ..._support.checks import check_finite, check_rows
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
 from ...kernels._linearized import linearize
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
 from ...models._options import KernelOptions

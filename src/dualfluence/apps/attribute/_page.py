@@ -1,6 +1,5 @@
 """One self-contained HTML page and a CSV for each command."""
 
-import base64
 import csv
 import html
 import io
@@ -9,30 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..._support.files import write_atomically
-from ...dual._attribution_plot import as_picture, label
+from ...attribution._attribution_plot import label
+from ..page._document import card, strip, write_document, write_text
 from ..page._scene import Scene
 from ..page._view import action_of, document_of, groups_of, scores_of, state_of, what_stays
 from ..page._write import one_file
 
 SHOWN = 60
 """Number of queries on the page of an audit; scores use all queries."""
-
-STYLE = """
-body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}
-body{color:#111;background:#fff}
-h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem}.note{color:#444;font-size:.9rem}
-.row{display:flex;flex-wrap:wrap;gap:.5rem;align-items:flex-start;margin:.4rem 0}
-.card{width:6rem;box-sizing:border-box;text-align:center;font-size:.8rem;line-height:1.25}
-.card{border:2px solid #ddd;border-radius:.4rem;padding:.3rem}
-.card img{width:100%;image-rendering:pixelated}.card b{font-size:.9rem}
-.helpful{border-color:#0072B2}.harmful{border-color:#D55E00}.query{border-color:#111}
-.strip{display:grid;grid-template-columns:7rem 1fr;gap:.8rem;border-bottom:1px solid #ddd;padding:.8rem 0}
-.kind{font-size:.85rem;font-weight:600}.kind.helpful{color:#0072B2}.kind.harmful{color:#B34700}
-table{border-collapse:collapse;font-size:.9rem}
-th,td{padding:.3rem .8rem;text-align:right;border-bottom:1px solid #ddd}
-th:first-child,td:first-child{text-align:left}
-"""
 
 
 def write_queries(result: dict[str, Any], page: Path, table: Path, *, shown: int = 12) -> None:
@@ -47,7 +30,7 @@ answer better: without them the error rises. <b>Harmful</b> ones (orange) made i
 the error falls. The number is the change of the error (loss) without the example.</p>
 {strips}
 <p class="note">{_notes(result)}</p>"""
-    _write(page, "Attribution", text)
+    write_document(page, "Attribution", text)
     rows: list[tuple[Any, ...]] = [("query", "kind", "rank", "train", "train_target", "effect")]
     for kind in ("helpful", "harmful"):
         ranked = getattr(top, kind)
@@ -61,8 +44,7 @@ def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
     """The page of `audit`, that of `explore` in one file, and one CSV row for each training point."""
     data, predicted = result["data"], result["predicted"]
     suspicion, harm, alone = result["suspicion"], result["harm"], result["isolation"]
-    text = one_file(_content(result)).encode()
-    write_atomically(page, lambda file: file.write(text))
+    write_text(page, one_file(_content(result)))
     place = np.empty(len(data.x), int)
     place[_order(suspicion)] = np.arange(1, len(data.x) + 1)
     rows: list[tuple[Any, ...]] = [
@@ -125,37 +107,18 @@ def _strip(result: dict[str, Any], q: int) -> str:
     caption = (
         f"truth {html.escape(label(data.yq, q))}<br>model: <b>{html.escape(answer)}{right}</b>"
     )
-    query = card(data.xq[q], caption, "query", f"question {q}")
-    rows = ""
-    for kind in ("helpful", "harmful"):
+
+    def cards(kind: str) -> str:
         ranked = getattr(top, kind)
-        cards = "".join(
+        return "".join(
             card(
                 data.x[i], f"{html.escape(label(data.y, int(i)))}<br><b>{v:+.2g}</b>", kind, f"#{i}"
             )
             for i, v in zip(ranked.indices[q], ranked.values[q], strict=True)
         )
-        rows += f'<div class="kind {kind}">{kind}</div><div class="row">{cards}</div>'
-    return f'<div class="strip"><div>{query}</div><div>{rows}</div></div>'
 
-
-def card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
-    """A point as a picture, or its first numbers, above its name and caption."""
-    picture = as_picture(features)
-    if picture is None:
-        text = np.array2string(np.asarray(features).ravel()[:6], precision=2, separator=" ")
-        shown = f"<code>{html.escape(text)}</code>"
-    else:
-        shown = f'<img alt="{html.escape(name)}" src="data:image/png;base64,{_png(picture)}">'
-    return f'<div class="card {kind}">{shown}{html.escape(name)}<br>{caption}</div>'
-
-
-def _png(picture: np.ndarray) -> str:
-    from matplotlib.image import imsave
-
-    buffer = io.BytesIO()
-    imsave(buffer, picture, cmap="gray_r", format="png", vmin=0, vmax=1)
-    return base64.b64encode(buffer.getvalue()).decode()
+    query = card(data.xq[q], caption, "query", f"question {q}")
+    return strip(query, cards("helpful"), cards("harmful"))
 
 
 def _notes(result: dict[str, Any]) -> str:
@@ -163,16 +126,7 @@ def _notes(result: dict[str, Any]) -> str:
     return html.escape(f"Ridge {result['ridge']:g}; {notes}; {result['seconds']:.1f} s in all.")
 
 
-def _write(path: Path, title: str, body: str) -> None:
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>'
-        f"<body>{body}</body></html>"
-    )
-    write_atomically(path, lambda file: file.write(page.encode()))
-
-
 def _write_csv(path: Path, rows: list[tuple[Any, ...]]) -> None:
     text = io.StringIO(newline="")
     csv.writer(text).writerows(rows)
-    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+    write_text(path, text.getvalue())

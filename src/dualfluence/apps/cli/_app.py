@@ -5,6 +5,8 @@ Each command imports what it needs when it runs, so that `--help` starts at once
 
 import json
 import platform as host
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -82,7 +84,10 @@ def bench(
         str | None, typer.Option(help="kernels: a Python with Neural Tangents, timed alongside.")
     ] = None,
 ) -> None:
-    """Measure the methods of the README side by side in one run."""
+    """Measure the methods of the README side by side in one run.
+
+    `kernels` and `attribution` are scripts in the folder `benchmarks` of the repository and need a checkout.
+    """
     if what not in BENCHMARKS:
         raise typer.BadParameter(f"expected one of {', '.join(BENCHMARKS)}, got {what!r}")
     from ..._support.files import check_writable
@@ -91,24 +96,29 @@ def bench(
 
     if out is not None:
         check_writable(out)
+    if what != "core":
+        options = [f"--repeats={repeats}", *([] if out is None else [f"--out={out}"])]
+        options += [f"--points={points}"] if what == "attribution" else ["--large"] * large
+        options += [] if peer_python is None else [f"--peer-python={peer_python}"]
+        raise typer.Exit(_run_script(what, options))
     console = _console()
-    with console.status(f"benchmark {what} …"):
-        if what == "core":
-            result = benchmarks.bench_core(points=points, repeats=repeats)
-        elif what == "attribution":
-            result = benchmarks.bench_attribution(points=points, repeats=repeats)
-        else:
-            result = benchmarks.bench_kernels(repeats=repeats, large=large, peer_python=peer_python)
-    if what == "attribution":
-        console.print(benchmarks.attribution_table(result))
-    else:
-        console.print_json(json.dumps(result))
+    with console.status("benchmark core …"):
+        result = benchmarks.bench_core(points=points, repeats=repeats)
+    console.print_json(json.dumps(result))
     if out is not None:
         write_json(out, result)
-    if out is not None and what == "attribution":
-        benchmarks.plot_attribution(result, out.with_suffix(".svg"))
-    if out is not None:
         console.print(f"written to {out}")
+
+
+def _run_script(what: str, options: list[str]) -> int:
+    """A benchmark of the repository in a process of its own; returns its exit code."""
+    script = Path(__file__).parents[4] / "benchmarks" / f"{what}.py"
+    if not script.exists():
+        raise typer.BadParameter(
+            f"bench {what}: {script} not found. It is part of the repository, not of the package: run from "
+            "a checkout."
+        )
+    return subprocess.run([sys.executable, str(script), *options], check=False).returncode
 
 
 @app.command()

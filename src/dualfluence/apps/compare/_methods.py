@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ... import primal
-from ...dual._fitted import Fitted
-from ...dual._update import Update
+from ...fitted._fitted import Fitted
+from ...fitted._update import Update
 from ...metrics import tree_norm
 from ...problem._edits import Remove
 from ._names import ITERATED, ONE_STEP, PARAMETER, RETRAINED, TWO_STEPS
@@ -31,7 +31,7 @@ class Settings(NamedTuple):
     until: float = 1e-7
 
 
-class Trained(NamedTuple):
+class TrainedCase(NamedTuple):
     """A trained model in the form that the methods use.
 
     - `base`: the model in data space.
@@ -73,7 +73,7 @@ def by_retraining(base: Fitted) -> Method:
     return lambda gone: read_out(base.retrain(Remove(gone), progress=False))
 
 
-def in_parameter_space(trained: Trained) -> Method:
+def in_parameter_space(trained: TrainedCase) -> Method:
     """A removal by the influence function in parameter space."""
     base, settings = trained.base, trained.settings
     linearised = base.reference is None or base.reference.linearised
@@ -97,7 +97,7 @@ def in_parameter_space(trained: Trained) -> Method:
     return method
 
 
-MAKERS: dict[str, Callable[[Trained], Method]] = {
+MAKERS: dict[str, Callable[[TrainedCase], Method]] = {
     RETRAINED: lambda t: by_retraining(t.base),
     ONE_STEP: lambda t: in_data_space(t.base),
     TWO_STEPS: lambda t: in_data_space(t.base, steps=2),

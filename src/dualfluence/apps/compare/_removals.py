@@ -10,13 +10,13 @@ from jaxtyping import PyTree
 
 from ... import metrics
 from ...datasets import Dataset
-from ...dual._fit import fit
-from ...dual._readout import outputs_at
-from ...dual._sketch import Sketch
+from ...fitted._fit import fit
+from ...fitted._sketch import Sketch
 from ...kernels._linearized import Linearized
 from ...losses import SoftmaxCrossEntropy
 from ...models._options import KernelOptions
-from ._methods import Method, Settings, Trained
+from ...models._passes import outputs_at
+from ._methods import Method, Settings, TrainedCase
 from ._names import RANDOM
 from ._timing import Timing, time_calls
 
@@ -67,9 +67,9 @@ class Removals:
         )
         self.params = self.fitted.params()
 
-    def trained(self, settings: Settings) -> Trained:
+    def trained(self, settings: Settings) -> TrainedCase:
         """The model for which methods are made."""
-        return Trained(self.fitted, self.params, self.y, settings)
+        return TrainedCase(self.fitted, self.params, self.y, settings)
 
     def indices(self, percent: float, seed: int = 0) -> np.ndarray:
         """Points to remove, drawn over all classes."""

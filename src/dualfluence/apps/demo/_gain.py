@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...problem._edits import Remove
 from ..compare._removals import Removals
 from ..compare._timing import time_calls

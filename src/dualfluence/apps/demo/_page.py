@@ -1,6 +1,5 @@
 """The page of the demo: digits and labels in pictures, times, plots and a table, in one HTML file."""
 
-import base64
 import html
 import io
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from ... import datasets
-from ..._support.files import write_atomically
-from ..attribute._page import STYLE as CARDS
-from ..attribute._page import card
 from ..compare._look import STYLES
 from ..compare._names import ONE_STEP, RETRAINED
+from ..page._document import CARDS, card, png_image, strip, write_document
 from ._run import METHODS
 
 STYLE = (
@@ -31,21 +28,18 @@ tr.first td{border-top:2px solid #888}.plots img{width:100%}.lead{font-size:1.15
 
 def write_page(result: dict[str, Any], path: Path) -> None:
     """Write the page for `run_demo`'s result; nothing is left behind if it fails."""
-    page = _page(result).encode()
-    write_atomically(path, lambda file: file.write(page))
+    write_document(path, "dualfluence demo", _body(result), STYLE)
 
 
-def _page(result: dict[str, Any]) -> str:
+def _body(result: dict[str, Any]) -> str:
     config, machine, fit = result["config"], result["machine"], result["fit"]
     rows = "\n".join(_row(o) for o in result["outcomes"])
     size = config["points"] * config["outputs"]
     plots = "".join(
-        f'<img alt="{html.escape(name)} against the share removed" src="data:image/png;base64,{picture}">'
+        png_image(picture, f"{name} against the share removed")
         for name, picture in _plots(result).items()
     )
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>dualfluence demo</title>
-<style>{STYLE}</style></head><body>
+    return f"""
 <h1>Which digits made these answers, and which labels are wrong?</h1>
 {_story(result["story"], config)}
 <h2>Cost compared with retraining</h2>
@@ -69,7 +63,7 @@ doing nothing has an error of 100 %.
 influence function; each further step roughly squares the error. The paper's form and parameter space run
 conjugate gradients to a residual of 1e-8 or for 500 iterations, as published. Measured on
 {html.escape(machine["device"])}, JAX {machine["jax"]}, {html.escape(config["dtype"])},
-{result["seconds"]:.0f} s in all.</p></body></html>"""
+{result["seconds"]:.0f} s in all.</p>"""
 
 
 def _conclusion(result: dict[str, Any]) -> str:
@@ -134,9 +128,9 @@ def _strip(query: dict[str, Any], data: Any) -> str:
     right = "✓" if query["answer"] == query["label"] else "✗"
     caption = f"truth {query['label']}<br>model: <b>{query['answer']} {right}</b>"
     shown = card(np.asarray(data.x_test[query["test_index"]]), caption, "query", "question")
-    rows = "".join(
-        f'<div class="kind {kind}">{kind}</div><div class="row">'
-        + "".join(
+
+    def cards(kind: str) -> str:
+        return "".join(
             card(
                 data.x_train[p["index"]],
                 f"label {p['label']}<br><b>{p['effect']:+.2g}</b>",
@@ -145,10 +139,8 @@ def _strip(query: dict[str, Any], data: Any) -> str:
             )
             for p in query[kind]
         )
-        + "</div>"
-        for kind in ("helpful", "harmful")
-    )
-    return f'<div class="strip"><div>{shown}</div><div>{rows}</div></div>'
+
+    return strip(shown, cards("helpful"), cards("harmful"))
 
 
 def _row(o: dict[str, Any]) -> str:
@@ -175,7 +167,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.3g} ms"
 
 
-def _plots(result: dict[str, Any]) -> dict[str, str]:
+def _plots(result: dict[str, Any]) -> dict[str, bytes]:
     """One picture a panel, so that a narrow page shows them below each other."""
     import matplotlib
 
@@ -190,7 +182,7 @@ def _plots(result: dict[str, Any]) -> dict[str, str]:
     return {label: _plot(result, label, *how) for label, how in panels.items()}
 
 
-def _plot(result: dict[str, Any], label: str, value: Any, log: bool) -> str:
+def _plot(result: dict[str, Any], label: str, value: Any, log: bool) -> bytes:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(5.5, 4.4), layout="constrained")
@@ -210,4 +202,4 @@ def _plot(result: dict[str, Any], label: str, value: Any, log: bool) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
     plt.close(figure)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return buffer.getvalue()

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...attribution.evaluate import mislabel_auc
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
 from ..compare._removals import Removals
 
 STRONGEST = 8

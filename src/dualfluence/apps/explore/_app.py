@@ -28,7 +28,7 @@ from ..serve._http import (
     read_object,
 )
 from ._session import Session, Stale
-from ._visitors import Gone, Visitors
+from ._visitors import VisitEnded, Visitors
 
 MAX_BODY = 2**20
 """Bytes of a request's body: the positions of all points that a page can show, several times over."""
@@ -60,7 +60,7 @@ class Service:
         visit, ended = request.headers.get(VISIT), None
         try:
             session = None if visit is None else self.visitors.find(visit)
-        except Gone as error:
+        except VisitEnded as error:
             session, ended = None, str(error)
         if session is None:
             visit, session = self.visitors.begin()
@@ -132,7 +132,7 @@ class Service:
             )
         try:
             return self.visitors.find(visit)
-        except Gone as error:
+        except VisitEnded as error:
             raise Refused(410, str(error)) from None
 
     async def _read(self, request: Request, fields: set[str]) -> tuple[Session, dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ..attribute._data import Data, fit_model, load_data, load_model
 from ..compare._networks import fully_connected_from_zero
 from ..demo._run import RIDGE, WIDTHS

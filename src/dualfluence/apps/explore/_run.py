@@ -6,16 +6,15 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
-from ..._support.files import write_atomically
+from ..page._document import write_text
 from ..page._write import one_file
 from ._session import Session
 
 
 def save_page(session: Session, path: Path) -> int:
     """Write the page as one file; returns its size in bytes."""
-    page = one_file(session.content()).encode()
-    write_atomically(path, lambda file: file.write(page))
-    return len(page)
+    write_text(path, one_file(session.content()))
+    return path.stat().st_size
 
 
 def serve(

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...dual._fitted import Fitted
-from ...dual._record import OnFailure
-from ...dual._update import Update
+from ...fitted._fitted import Fitted
+from ...fitted._update import Update
 from ...problem._edits import AbstractEdit, Relabel, Remove
+from ...problem._record import OnFailure
 from ..attribute._audit import isolation
 from ..page._scene import Scene
 from ..page._view import (

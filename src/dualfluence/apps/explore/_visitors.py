@@ -14,7 +14,7 @@ IDLE = 3600.0
 """Seconds after its last request until a visit is dropped."""
 
 
-class Gone(Exception):
+class VisitEnded(Exception):
     """A visit that has ended."""
 
 
@@ -48,7 +48,7 @@ class Visitors:
         """The session of a visit; an error if it was dropped."""
         self._drop_idle()
         if name not in self._visits:
-            raise Gone(
+            raise VisitEnded(
                 "This visit has ended and its edits are gone: the server keeps the last "
                 f"{self.most} visits, each for {self.idle / 60:g} minutes after its last "
                 "request, and none after a restart. Reload the page to start again."

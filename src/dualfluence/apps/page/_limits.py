@@ -1,6 +1,6 @@
 """The limits of the page, in sentences that are true for its model."""
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 
 
 def limits(fitted: Fitted) -> list[str]:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._support.wide import in_own_precision
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 
 BLOCK = 8
 """Number of vectors that are iterated; those after the second make the first two converge faster."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...dual._attribution_plot import as_picture
+from ...attribution._attribution_plot import as_picture
 
 MAX_SIDE = 64
 """Pixels of the longer side of a picture; larger pictures are reduced."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...losses import Logistic, SoftmaxCrossEntropy
 from ...problem._edits import targets_like
 

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._version import __version__
-from ...dual._attribution import Attribution
-from ...dual._fitted import Fitted
+from ...attribution._attribution import Attribution
+from ...fitted._fitted import Fitted
 from ...unlearning._payload import digest_of
 from ..compare._machine import describe_machine
 from ._limits import limits

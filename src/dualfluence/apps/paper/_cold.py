@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...dual._io import load
+from ...fitted._io import load
 from ...kernels._linearized import linearize
-from ..compare._methods import Settings, Trained
+from ..compare._methods import Settings, TrainedCase
 from ..compare._names import ITERATED, ONE_STEP, PAPER, PARAMETER, RELEASED, SHARDED
 from ..compare._networks import Architecture, make_network
 from ..compare._timing import time_call
@@ -93,7 +93,7 @@ def main() -> None:
         fitted = load(folder / STATE, linearize(net.apply, params), progress=False)
         assert fitted.reference is not None
         trained = fitted.reference.params
-        model = Trained(fitted, trained, y, Settings(**request["settings"]))
+        model = TrainedCase(fitted, trained, y, Settings(**request["settings"]))
         methods, slow = make_methods(model), make_released(model)
         methods |= {name: slow[name] for name in request["released"]}
         jax.block_until_ready((fitted.kernel_op, _initialise_libraries()))

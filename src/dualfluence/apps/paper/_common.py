@@ -11,9 +11,9 @@ from jaxtyping import Array, PyTree
 
 from ... import datasets, metrics
 from ..._support.progress import ProgressFn
-from ...dual._readout import outputs_at
 from ...kernels._linearized import Linearized
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ...models._passes import outputs_at
 from ...models._sources import pull_back
 from ._config import Data
 from ._results import Run

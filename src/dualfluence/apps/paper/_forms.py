@@ -15,12 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from ..._support.compile import filter_jit
+from ..._support.precision import HIGHEST
 from ...losses import AbstractFactor
 from ...operators import AbstractKernelOperator, DenseOperator
 from ...problem._objective import Problem, State
 from ...solvers import conjugate_gradients
-
-HIGHEST = jax.lax.Precision.HIGHEST
 
 RESIDUAL_SLACK = 2.0
 """Factor by which the residual, computed after conjugate gradients, may exceed `rtol`.

@@ -9,9 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...problem._edits import Remove
-from ..compare._methods import MAKERS, Method, Trained, in_data_space, read_out
+from ..compare._methods import MAKERS, Method, TrainedCase, in_data_space, read_out
 from ..compare._names import COMPARED, HELD, PAPER, PAPER_RELEASED, PARAMETER_RELEASED, SHARDED
 from ._forms import PaperCG
 from ._released import released_dual, released_parameter_space
@@ -25,7 +25,7 @@ RELEASED_PRECISION = "default"
 """The authors' code leaves the precision of matrix products to JAX: TF32 on recent GPUs."""
 
 
-def in_paper_form(trained: Trained, mesh: Mesh | None = None) -> Method:
+def in_paper_form(trained: TrainedCase, mesh: Mesh | None = None) -> Method:
     """A removal by the paper's eq. 12 under conjugate gradients, parameters included."""
     settings = trained.settings
     form = PaperCG(settings.cg_steps, settings.cg_rtol, mesh)
@@ -36,13 +36,13 @@ def in_paper_form(trained: Trained, mesh: Mesh | None = None) -> Method:
     return method
 
 
-ALL_MAKERS: dict[str, Callable[[Trained], Method]] = MAKERS | {
+ALL_MAKERS: dict[str, Callable[[TrainedCase], Method]] = MAKERS | {
     PAPER: in_paper_form,
     SHARDED: lambda trained: in_paper_form(trained, device_mesh()),
 }
 
 
-def make_methods(trained: Trained, names: Iterable[str] = COMPARED) -> dict[str, Method]:
+def make_methods(trained: TrainedCase, names: Iterable[str] = COMPARED) -> dict[str, Method]:
     """The methods called `names` for a trained model."""
     return {name: ALL_MAKERS[name](trained) for name in names}
 
@@ -54,7 +54,7 @@ def make_held(base: Fitted) -> dict[str, Method]:
     return {HELD: in_data_space(base.with_jacobian())} if size <= HELD_BYTES else {}
 
 
-def make_released(trained: Trained) -> dict[str, Method]:
+def make_released(trained: TrainedCase) -> dict[str, Method]:
     """The two published methods, run as their authors do, with matrix products at JAX's default."""
     base, params, _, settings = trained
 

@@ -17,7 +17,7 @@ import numpy as np
 from jax.scipy.sparse.linalg import cg
 from jaxtyping import Array, PyTree
 
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...kernels._linearized import Linearized
 
 BATCH = 100

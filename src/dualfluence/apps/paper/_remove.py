@@ -5,13 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from ...dual._fitted import Fitted
 from ...dual._newton import inspect_jit, op_mv
-from ...dual._record import Clock, NotConverged, OnFailure, Stats
-from ...dual._update import Update
+from ...fitted._fitted import Fitted
+from ...fitted._update import Update
 from ...problem._certificate import Certificate
 from ...problem._edits import AbstractEdit, apply_edits
 from ...problem._objective import State
+from ...problem._record import Clock, NotConverged, OnFailure, Stats
 from ._forms import REMOVE_ALONE, AbstractPaperForm, FormSolution, PaperCG
 
 PAPER_CG = PaperCG()

@@ -1,14 +1,14 @@
 """One HTML page: figures, published values beside measured ones, a verdict on each claim."""
 
-import base64
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..page._document import png_image, write_document
 from ._claims import CLAIMS, COMPARISONS
 from ._config import NAMES
 from ._published import SOURCE
-from ._results import read_results, write_bytes
+from ._results import read_results
 from ._verdicts import FAILS, HOLDS, PARTLY, Claim, PublishedValue
 
 TITLES = {
@@ -65,15 +65,9 @@ def write_report(folder: Path) -> Path:
     present = {name: results for name, results in found.items() if results is not None}
     sections = [_summary(present)]
     sections += [_section(folder, name, results) for name, results in present.items()]
-    page = (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>Paper and measurement</title><style>{STYLE}</style></head><body>"
-        "<h1>Extending Kernel Trick to Influence Functions: published and measured</h1>"
-        f"{''.join(sections)}</body></html>\n"
-    )
+    heading = "<h1>Extending Kernel Trick to Influence Functions: published and measured</h1>"
     path = folder / "report.html"
-    write_bytes(path, page.encode())
+    write_document(path, "Paper and measurement", heading + "".join(sections), STYLE)
     return path
 
 
@@ -106,8 +100,7 @@ def _section(folder: Path, name: str, results: dict[str, Any]) -> str:
         listed = "; ".join(results["left_out"])
         parts.append(f"<p class='warning'>Left out: {escape(listed)}.</p>")
     if image.exists():
-        data = base64.b64encode(image.read_bytes()).decode()
-        parts.append(f"<img alt='{escape(TITLES[name])}' src='data:image/png;base64,{data}'>")
+        parts.append(png_image(image.read_bytes(), TITLES[name]))
     parts.append(f"<p>{escape(NOTES[name])}</p>")
     parts.append(_claims(CLAIMS[name](results)))
     comparisons = COMPARISONS[name](results)

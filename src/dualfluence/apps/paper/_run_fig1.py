@@ -9,14 +9,14 @@ import jax
 import numpy as np
 
 from ... import metrics
-from ...dual._descent import Descent, kernel_gradient_descent
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
-from ...dual._from_trained import from_trained
+from ...fitted._descent import Descent, kernel_gradient_descent
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
+from ...fitted._from_trained import from_trained
 from ...kernels._linearized import linearize
 from ...models._options import KernelOptions
 from ...operators import AbstractKernelOperator
-from ..compare._methods import Method, Settings, Trained
+from ..compare._methods import Method, Settings, TrainedCase
 from ..compare._names import PAPER_RELEASED, RANDOM, RELEASED, RETRAINED, SHARDED
 from ..compare._networks import make_network
 from ..compare._timing import time_call
@@ -179,7 +179,7 @@ class LinearisedCase:
         details: dict[str, Any] = {}
         warm: dict[str, list[float]] = {}
         for base_name, (base, params) in self.trained.items():
-            methods = make_methods(Trained(base, params, points.y, self.settings))
+            methods = make_methods(TrainedCase(base, params, points.y, self.settings))
             if base_name == "published":
                 methods |= self.held
             found: dict[str, Any] = {}
@@ -226,7 +226,10 @@ class LinearisedCase:
         self, base: Fitted, params: Any, sets: Any, found: dict[str, Any], warm: dict[str, Any]
     ) -> None:
         """Each call compiles anew; the first is not timed, as the compiler searches only then."""
-        count, trained = self.config.released_repeats, Trained(base, params, None, self.settings)
+        count, trained = (
+            self.config.released_repeats,
+            TrainedCase(base, params, None, self.settings),
+        )
         if count == 0:
             return
         for name, method in make_released(trained).items():

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import metrics
-from ...dual._descent import kernel_gradient_descent
-from ...dual._readout import outputs_at
+from ...fitted._descent import kernel_gradient_descent
 from ...losses import SquaredError
+from ...models._passes import outputs_at
 from ...models._sources import NetworkSource, pull_back
 from ...operators import AbstractKernelOperator
 from ._common import Context, get_points

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import metrics
-from ...dual._fitted import Fitted
-from ...dual._from_trained import from_trained
+from ...fitted._fitted import Fitted
+from ...fitted._from_trained import from_trained
 from ...losses import SquaredError
-from ..compare._methods import Settings, Trained
+from ..compare._methods import Settings, TrainedCase
 from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT
 from ._common import Context, accuracies, forget_sets, get_points
 from ._config import Fig3
@@ -108,7 +108,7 @@ class NonlinearCase:
         details: dict[str, Any] = {}
         bases = {None: self.base, TANGENT: self.base_at_trained}
         for label, base in bases.items():
-            trained = Trained(base, self.params, points.y, self.settings)
+            trained = TrainedCase(base, self.params, points.y, self.settings)
             names = COMPARED if label is None else (ITERATED,)
             for name, method in make_methods(trained, names).items():
                 found[label or name], details[label or name] = method(gone)

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ...dual._descent import Descent, kernel_gradient_descent
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
-from ...dual._update import Update
+from ...fitted._descent import Descent, kernel_gradient_descent
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
+from ...fitted._update import Update
 from ...models._options import KernelOptions
 from ...models._sources import as_source
 from ...problem._edits import Remove

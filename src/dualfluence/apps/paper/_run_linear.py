@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ... import metrics
-from ...dual._fit import fit
-from ...dual._fitted import Fitted
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
 from ...kernels._linearized import linearize
 from ...models._options import KernelOptions
-from ..compare._methods import Settings, Trained
+from ..compare._methods import Settings, TrainedCase
 from ..compare._names import ONE_STEP, PARAMETER, RETRAINED
 from ..compare._networks import B_STD, W_STD
 from ._common import LOSSES, Context, accuracies, forget_sets, get_points
@@ -94,7 +94,7 @@ class LinearCase:
         weights = (~np.isin(np.arange(points.x.shape[0]), gone)).astype(float)
         retrained = self.fit_exactly(weights, self.fitted)
         target = retrained.params()
-        methods = make_methods(Trained(self.fitted, self.params, points.y, self.settings))
+        methods = make_methods(TrainedCase(self.fitted, self.params, points.y, self.settings))
         found, details = {}, {}
         for name, method in methods.items():
             found[name], details[name] = method(gone)

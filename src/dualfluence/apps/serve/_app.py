@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ..._version import __version__
-from ...dual._fitted import Fitted
+from ...fitted._fitted import Fitted
 from ...losses import SoftmaxCrossEntropy
 from ...unlearning import Desk
 from ...unlearning._desk import plain_certificate

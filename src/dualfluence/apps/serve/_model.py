@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...dual._fitted import Fitted
-from ...dual._io import load
+from ...fitted._fitted import Fitted
+from ...fitted._io import load
 from ..attribute._data import load_model
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Float
 
 from ..._support.checks import check_finite
 from ..._support.show import Shown, Table, count
-from ...dual._attribution import Attribution
+from .._attribution import Attribution
 
 RESAMPLES = 2000
 LEVEL = 0.95

@@ -1,6 +1,5 @@
 """Ground truth: models trained on many subsets at once, in slices that a killed run keeps."""
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from ..._support.archive import digest_of_all
 from ..._support.checks import check_finite
 from ..._support.progress import ProgressFn, Ticker
 from ..._support.show import Shown
 from ..._support.wide import in_own_precision
-from ...dual._fitted import Fitted
 from ...dual._many import columns_at_once, reweighted
-from ...dual._quantity import as_quantity
+from ...dual._model import TrainedModel
+from ...problem._quantity import as_quantity
 from .._pieces import Pieces
 
 RELATIVE = 1e-4
@@ -60,7 +60,7 @@ def random_masks(n: int, num_subsets: int, *, seed: int, fraction: float = 0.5) 
 
 @in_own_precision
 def retrain_linearised(
-    fitted: Fitted,
+    fitted: TrainedModel,
     masks: Any,
     xq: Any,
     yq: Any = None,
@@ -86,7 +86,9 @@ def retrain_linearised(
     c, dtype = fitted.num_outputs, fitted.offset.dtype
     quantity = as_quantity(of, fitted.loss, yq, xq.shape[0], c, dtype)
     samples = np.asarray(fitted.data.sample_weights)
-    print_of = _digest(fitted.data.x, fitted.data.targets, samples, xq, quantity.targets, kept)
+    print_of = digest_of_all(
+        (fitted.data.x, fitted.data.targets, samples, xq, quantity.targets, kept)
+    )
     pieces = Pieces(folder, json.dumps([print_of, quantity.name, fitted.ridge, relative]))
     outputs = fitted.predict(xq)
 
@@ -162,7 +164,9 @@ def retrain_networks(
         check_finite("retrain_networks: targets", values, hint="Training diverged.")
         return values[: rows.stop - rows.start]
 
-    pieces = Pieces(folder, json.dumps([name, _digest(kept), list(seeds), slice_size, "shared"]))
+    pieces = Pieces(
+        folder, json.dumps([name, digest_of_all(kept), list(seeds), slice_size, "shared"])
+    )
     flat = _sliced(pieces, len(jobs), slice_size, run, "models", progress)
     return Truth(kept, flat.reshape(len(seeds), kept.shape[0], -1), seeds)
 
@@ -194,12 +198,3 @@ def _check_masks(name: str, masks: Any, num_points: int | None) -> np.ndarray:
     if not array.any(axis=1).all():
         raise ValueError(f"{name}: every subset needs at least one point.")
     return array
-
-
-def _digest(*arrays: Any) -> str:
-    code = hashlib.sha256()
-    for value in arrays:
-        array = np.ascontiguousarray(np.asarray(value))
-        code.update(f"{array.dtype}{array.shape}".encode())
-        code.update(array.tobytes())
-    return code.hexdigest()

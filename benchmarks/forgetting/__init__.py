@@ -1,0 +1,1 @@
+"""Ways to forget on linear models and on networks, and how well they do."""

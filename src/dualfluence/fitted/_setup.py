@@ -1,0 +1,285 @@
+"""What a fit needs before its first step: checked data, `K`, base outputs."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from .._plan import check_fits
+from .._support.checks import (
+    as_array,
+    check_finite,
+    check_ridge,
+    check_rows,
+    training_weights,
+)
+from .._support.memory import memory_budget
+from .._support.options import check_loss, check_progress
+from .._support.points import enter_points
+from .._support.precision import HIGHEST
+from .._support.progress import ProgressFn
+from ..dual._fidelity import random_like
+from ..dual._newton import op_diagonal, op_mv
+from ..kernels._linearized import Linearized
+from ..losses import AbstractLoss
+from ..models._checks import check_network
+from ..models._options import KernelOptions
+from ..models._sharded import ShardedSource
+from ..models._sources import AbstractSource
+from ..operators import AbstractKernelOperator, widen
+from ..operators._layout import Device, as_mesh
+from ..problem._edits import TrainingSet
+
+PROBES = 16
+KERNEL_SLACK = 1e-2
+"""A kernel that is handed in may be stored in half precision."""
+
+
+class Setup(NamedTuple):
+    """Training set, operator, base outputs on its rows, and words for the stats."""
+
+    data: TrainingSet
+    op: AbstractKernelOperator
+    offset: Array
+    notes: tuple[str, ...]
+
+
+def prepare(
+    what: str,
+    source: AbstractSource,
+    x: Any,
+    y: Any,
+    loss: AbstractLoss,
+    ridge: float | None,
+    weights: Any,
+    kernel: KernelOptions,
+    progress: bool | ProgressFn,
+) -> Setup:
+    """Checked training set, operator and base outputs.
+
+    `ridge` is a checked one, of which only the range of the dtype is left to see, or `None` where it is
+    still to be found.
+    """
+    check_loss(what, loss, AbstractLoss)
+    check_progress(what, progress)
+    targets = as_array("y", y)
+    features = enter_features(what, source, x, targets)
+    n = features.shape[0]
+    check_rows("y", targets, n, "point of x")
+    samples = training_weights(what, weights, n)
+    c = kernel.num_outputs
+    if source.network is not None:
+        c = check_network(source.network, features, c)
+        _check_linear(what, source.network, features)
+    elif kernel.operator is not None:
+        c = kernel.operator.num_outputs
+    base = source.base_outputs(features, c)
+    if base is not None:
+        check_finite("outputs of apply_fn", base)
+    dtype = base.dtype if base is not None else jnp.result_type(float)
+    targets = loss.prepare_targets(y, c, dtype)
+    if c is None:
+        c = targets.shape[1] if targets.ndim == 2 else 1
+    _check_values(what, loss, c, targets, dtype)
+    op, notes = make_operator(what, source, features, c, kernel, dtype, progress)
+    if ridge is not None:
+        check_ridge(ridge, op.narrow.dtype)
+    if base is None:
+        base = jnp.zeros((n, c), op.dtype)
+    if base.dtype != dtype or op.dtype != dtype:
+        base = base.astype(op.dtype)
+        targets = loss.prepare_targets(y, c, op.dtype)
+    data = TrainingSet(features, targets, samples, form=source.form)
+    return Setup(data, op, op.layout.place(base, "last"), (*notes, *source.notes))
+
+
+def make_operator(
+    what: str,
+    source: AbstractSource,
+    x: Array,
+    num_outputs: int,
+    kernel: KernelOptions,
+    dtype: Any,
+    progress: bool | ProgressFn,
+) -> tuple[AbstractKernelOperator, tuple[str, ...]]:
+    """`K` as the options say, checked, and words about it."""
+    op, notes = kernel.operator, ()
+    if op is None:
+        form, notes = choose_form(source, kernel.form, x.shape[0], num_outputs, dtype)
+        op = source.operator(x, num_outputs, form=form, progress=progress)
+    else:
+        check_given(what, source, x, num_outputs, op)
+    notes = (f"kernel {op.check()}", *notes)
+    if kernel.precision is not None:
+        op, error = _at_precision(op, kernel.precision)
+        name = kernel.precision.name
+        notes += (f"products in {name} precision, off by {error:.1e} of their norm",)
+    if kernel.refine and op.dtype != jnp.float64 and not widens(source, op):
+        op = widen(op)
+        notes += (f"{op.narrow.dtype} kernel, residuals and dual variables in float64",)
+    return op, notes
+
+
+def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
+    """Whether a model of this source and kernel can be had in float64 later on."""
+    if source.num_devices > 1 or not source.can_widen:
+        return False
+    exact = op.has_entries and op.product_precision == HIGHEST
+    return exact or op.follows_points
+
+
+def enter_features(what: str, source: AbstractSource, x: Any, targets: Any) -> Array:
+    """Training features; without them, the positions of a precomputed kernel."""
+    if x is not None:
+        return enter_points("x", x, source.form)
+    if source.network is not None:
+        raise ValueError(f"{what}: x is None, but a network needs its training features.")
+    check_rows("y", targets, max(1, len(targets) if targets.ndim else 1), "point")
+    num_points = targets.shape[0]
+    if source.num_positions not in (None, num_points):
+        raise ValueError(
+            f"{what}: the kernel has {source.num_positions} rows, but y has {num_points}. Without x, "
+            "every row is a point; a kernel of several outputs has shape (n, c, n, c), and for a "
+            "part of a pool give positions as x."
+        )
+    return jnp.arange(num_points)
+
+
+def _check_values(
+    what: str, loss: AbstractLoss, num_outputs: int, targets: Array, dtype: Any
+) -> None:
+    """Raise unless the loss gives one real number per point."""
+    n = targets.shape[0]
+    outputs = jax.ShapeDtypeStruct((n, num_outputs), dtype)
+    about = f"outputs of shape {outputs.shape} and targets of shape {targets.shape}"
+    try:
+        out = jax.eval_shape(loss.value, outputs, targets)
+    except Exception as error:
+        raise ValueError(
+            f"{what}: the loss fails for {about}: {type(error).__name__}: {error}"
+        ) from error
+    if getattr(out, "shape", None) != (n,) or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"{what}: the loss must give one real number per point, for {about} it gives {out}. A "
+            "function in Convex takes one point's outputs and target and returns a scalar."
+        )
+
+
+def check_given(
+    what: str, source: AbstractSource, x: Array, num_outputs: int, op: AbstractKernelOperator
+) -> None:
+    """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
+    n = x.shape[0]
+    if (op.layout.num_points, op.num_outputs) != (n, num_outputs):
+        raise ValueError(
+            f"{what}: kernel is an operator for {op.layout.num_points} points with {op.num_outputs} "
+            f"outputs, but there are {n} points with {num_outputs}."
+        )
+    on_devices = op.layout.sharding is not None or source.layout(x).sharding is not None
+    if op.rank is not None or on_devices:
+        return  # an approximation has another diagonal; rows on a mesh are not picked one by one
+    where = np.unique(np.linspace(0, n - 1, PROBES).astype(int))
+    own = source.operator(x[where], num_outputs, form="auto", progress=False).diagonal()
+    given = op_diagonal(op.narrow)[where]
+    size = float(jnp.max(jnp.abs(own)))
+    worst = float(jnp.max(jnp.abs(own - given.astype(own.dtype))))
+    if worst > KERNEL_SLACK * size:
+        raise ValueError(
+            f"{what}: kernel is not the kernel of this model and these points: its diagonal at "
+            f"{where.size} of them differs by {worst:.3g} where the model's is {size:.3g}. Was it built "
+            "from other parameters, or are the points in another order?"
+        )
+
+
+def _at_precision(
+    op: AbstractKernelOperator, precision: jax.lax.Precision
+) -> tuple[AbstractKernelOperator, float]:
+    cheap = op.with_precision(precision)
+    probe = np.random.default_rng(0).normal(size=(op.layout.num_points, op.num_outputs))
+    v = op.layout.place(probe.astype(op.dtype))
+    exact = op_mv(op, v)
+    return cheap, float(jnp.linalg.norm(op_mv(cheap, v) - exact) / jnp.linalg.norm(exact))
+
+
+def rounding_unit(source: AbstractSource, op: AbstractKernelOperator) -> float | None:
+    """The unit that products and outputs round by where that is coarser than their dtype says.
+
+    That of a network with narrow arithmetic, or of products at a lower precision, measured on one:
+    `|δ(Kv)_i|` over the `√K_ii ‖√K v‖` that it is in proportion to.
+    """
+    own, precision = source.narrow_eps, op.narrow.product_precision
+    if precision in (None, HIGHEST):
+        return own
+    narrow = op.narrow
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (narrow.num_points, narrow.num_outputs))
+    v = narrow.layout.place(signs.astype(narrow.dtype))
+    exact = op_mv(narrow.with_precision(HIGHEST), v)
+    root = jnp.sqrt(jnp.maximum(op_diagonal(narrow), jnp.finfo(narrow.dtype).tiny))
+    off = jnp.abs(op_mv(narrow, v) - exact) / (root * jnp.linalg.norm(root * v))
+    return max(own or 0.0, float(jnp.max(off)))
+
+
+def place_source(
+    what: str,
+    source: AbstractSource,
+    mesh: Mesh | Sequence[Device] | None,
+    op: AbstractKernelOperator | None,
+) -> AbstractSource:
+    """The source with its rows on `mesh`, or where those of a given operator are."""
+    if op is None:
+        return source if mesh is None else ShardedSource(source, as_mesh(mesh))
+    sharding = op.layout.sharding
+    own = sharding.mesh if sharding is not None and isinstance(sharding.mesh, Mesh) else None
+    if mesh is not None and as_mesh(mesh) != own:
+        where = "one device" if own is None else f"{own.size} devices of its own"
+        raise ValueError(
+            f"{what}: mesh and kernel contradict each other: the operator's rows are on {where}. Leave "
+            "mesh out; kernel_operator(..., mesh=...) makes one on other devices."
+        )
+    return source if own is None else ShardedSource(source, own)
+
+
+def choose_form(
+    source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: Any
+) -> tuple[str, tuple[str, ...]]:
+    if source.has_features:
+        return form, ()
+    size = num_points * num_outputs
+    devices = source.num_devices
+    itemsize = jnp.dtype(dtype).itemsize
+    needed, budget = size * size * itemsize, devices * memory_budget()
+    if form == "dense" and source.network is not None:
+        check_fits(needed, devices, "a dense kernel")
+    if source.network is None and form != "matrix-free":
+        check_fits(num_points * num_points * itemsize, devices, "the kernel of these points")
+    if form != "auto" or source.network is None:
+        return form, ()
+    if needed <= budget:
+        return "dense", ()
+    note = f"matrix-free: a dense K of {needed / 2**30:.1f} GiB is over {budget / 2**30:.1f} GiB"
+    return "matrix-free", (note,)
+
+
+def _check_linear(what: str, model: Linearized, x: Array) -> None:
+    """For `anchor="zero"`: `f(θ) − f(0) = Jθ` on a few points and a random `θ`, or an error."""
+    model.apply_shape(x)
+    if model.anchor != "zero":
+        return
+    model = model.plain(x)
+    theta, frozen = model.split(model.params)
+    probe, few = random_like(theta, seed=0), x[:4]
+    actual = model(eqx.combine(probe, frozen), few) - model.base_outputs(few)
+    # Scaled first, so that squares of large numbers do not overflow.
+    scale = float(jnp.maximum(jnp.max(jnp.abs(actual)), 1e-30))
+    gap = scale * float(jnp.linalg.norm((actual - model.jvp(few, probe)) / scale))
+    # Not `gap > ...`: a model that overflows has a gap of NaN or infinity.
+    if not (np.isfinite(scale) and gap <= 1e-3 * scale * float(jnp.linalg.norm(actual / scale))):
+        raise ValueError(
+            f"{what}: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
+            f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."
+        )

@@ -1,0 +1,13 @@
+"""Dense linear algebra: triangular matrices, explicit inverses, Lanczos' method."""
+
+from ._inverse import AbstractInverse as AbstractInverse
+from ._inverse import CholeskyInverse as CholeskyInverse
+from ._inverse import CholeskySolves as CholeskySolves
+from ._inverse import SpectralInverse as SpectralInverse
+from ._inverse import shifted_cholesky as shifted_cholesky
+from ._inverse import spectrum as spectrum
+from ._lanczos import Krylov as Krylov
+from ._lanczos import lanczos as lanczos
+from ._triangular import inverse_transpose as inverse_transpose
+from ._triangular import solve_lower as solve_lower
+from ._triangular import upper_mm as upper_mm

@@ -1,0 +1,66 @@
+"""Where every solve in parameter space starts: checked inputs, and the curvature there."""
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from .._support.checks import as_array, check_rows, training_weights
+from .._support.options import check_count, check_loss, maybe
+from .._support.points import enter_points
+from ..kernels._linearized import Linearized
+from ..losses import AbstractLoss
+from ..models._checks import check_network, check_params
+from ..models._sources import bound_network
+from ..problem._edits import TrainingSet
+from ._curvature import Curvature, make_curvature
+
+
+class Start(NamedTuple):
+    """A network at trained parameters, in the form that it takes, and its training set."""
+
+    model: Linearized
+    theta: PyTree
+    data: TrainingSet
+    loss: AbstractLoss
+
+    @property
+    def num_outputs(self) -> int:
+        return self.model.apply_shape(self.data.x)[1]
+
+
+def training_start(
+    what: str, model: Linearized, params: PyTree, x: Any, y: Any, weights: Any, loss: AbstractLoss
+) -> Start:
+    """What a user hands in, checked; in the precision of the model."""
+    theta = check_params(f"{what}: params", model, params)
+    model = bound_network(model, x)
+    theta = model.enter(theta)
+    check_loss(what, loss, AbstractLoss)
+    features, targets = enter_points("x", x, model.form), as_array("y", y)
+    check_rows("y", targets, features.shape[0], "point of x")
+    samples = training_weights(what, weights, features.shape[0])
+    num_outputs = check_network(model, features, None)
+    dtype = jax.eval_shape(model.base_outputs, features).dtype
+    prepared = loss.prepare_targets(targets, num_outputs, dtype)
+    return Start(model, theta, TrainingSet(features, prepared, samples, form=model.form), loss)
+
+
+def curvature_at(
+    what: str,
+    start: Start,
+    data: TrainingSet,
+    ridge: float,
+    batch_size: int | None,
+    linearised: bool,
+) -> tuple[Curvature, Float[Array, "n c"]]:
+    """The curvature on `data` at the parameters of `start`, and the outputs there."""
+    batch_size = maybe(check_count, f"{what}: batch_size", batch_size)
+    model = start.model
+    sized = model if batch_size is None else replace(model, batch_size=batch_size)
+    sized = replace(model, batch_size=sized.batch(data.x))  # no other size for other edits
+    lam, weights = jnp.asarray(ridge, model.dtype), jnp.asarray(data.weights)
+    given = (data.x, jnp.asarray(data.targets), weights, start.loss, lam, linearised)
+    return make_curvature(sized, start.theta, *given)
