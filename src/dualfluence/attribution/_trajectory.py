@@ -207,9 +207,9 @@ def attribute_runs(
     - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
       probes, a system of that size whatever `n` is.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
-    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`: which draws entries towards zero
-      on which they disagree, because such entries may be due to the random start of the network; see
-      `shrunk`.
+    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero
+      if checkpoints and runs disagree on them. Such entries may be due to the random start of the
+      network; see `shrunk`.
     - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
       the same result, bit for bit.
 

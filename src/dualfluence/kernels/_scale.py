@@ -206,7 +206,7 @@ def _entry(name: str, given: Any, leaf: Any) -> Array | None:
         raise ValueError(
             f"{name} must be positive and finite in {dtype}, got {_worst(value)}. For a "
             "parameter that the ridge should not pull, use scale='free', a large finite scale. "
-            "To hold a parameter fixed, leave it out by trainable."
+            "To hold a parameter fixed, exclude it with trainable."
         )
     return jnp.asarray(value, dtype)
 
