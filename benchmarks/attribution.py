@@ -16,13 +16,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
+from measure import num_cores
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rivals import Candidate, Trained, candidates
 
 from dualfluence import datasets
-from dualfluence.apps.compare._machine import describe_machine, num_cores
+from dualfluence.apps.compare._machine import describe_machine
 from dualfluence.apps.compare._timing import time_call, time_calls
 from dualfluence.apps.paper._results import write_json
 from dualfluence.attribution import Trajectory, evaluate

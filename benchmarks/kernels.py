@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
+from measure import median_repeat, num_cores, plain_relu_network, time_first_and_repeats
 
 from dualfluence import infinite
-from dualfluence.apps.compare._machine import describe_machine, num_cores
-from dualfluence.apps.compare._networks import Architecture, make_network, plain_relu_network
-from dualfluence.apps.compare._timing import median_repeat, time_first_and_repeats
+from dualfluence.apps.compare._machine import describe_machine
+from dualfluence.apps.compare._networks import Architecture, make_network
 from dualfluence.apps.paper._results import write_json
 from dualfluence.kernels import empirical_kernel, traced_kernel
 

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from measure import median_seconds
 
 import dualfluence as dfl
 
@@ -34,7 +35,6 @@ def bench_removals(points):
     # Not at the top: another checkout, which `--against` runs, may keep them elsewhere.
     from dualfluence.apps.compare._networks import fully_connected
     from dualfluence.apps.compare._removals import Removals
-    from dualfluence.apps.compare._timing import median_seconds
 
     data = dfl.datasets.load("mnist-small")
     case = Removals(fully_connected((784, 1024, 1024, 1024, 10), 0), data, points, 1e-2)
@@ -54,7 +54,6 @@ def bench_removals(points):
 
 def bench_read_outs(images, channels):
     from dualfluence.apps.compare._networks import Architecture, make_network
-    from dualfluence.apps.compare._timing import median_seconds
 
     net = make_network(Architecture("cnn", 3, channels))
     rng = np.random.default_rng(0)

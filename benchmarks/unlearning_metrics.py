@@ -29,10 +29,11 @@ jax.config.update("jax_enable_x64", True)
 
 from forgetting import linear, network  # noqa: E402
 from forgetting import measures as metrics  # noqa: E402
+from measure import num_cores  # noqa: E402
 
 import dualfluence as dfl  # noqa: E402
 from dualfluence.apps.compare import _look, _names  # noqa: E402
-from dualfluence.apps.compare._machine import environment, num_cores  # noqa: E402
+from dualfluence.apps.compare._machine import environment  # noqa: E402
 
 LOSS = dfl.SoftmaxCrossEntropy()
 TEST_POINTS, TUNING = 200, 5

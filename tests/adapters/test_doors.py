@@ -151,13 +151,13 @@ def test_a_call_with_a_function_takes_a_model_and_its_choice_of_parameters(name)
 
 
 def test_products_without_a_choice_of_parameters_take_a_model_too():
-    """`gradient_dot` and `trak` as arrays, and `narrowest_dtype`."""
+    """`gradient_dot` as an array, `TRAK`, and `narrowest_dtype`."""
     own = adapted()
     for model in (own, own.linearized):
         dots = attribution.gradient_dot(model, own.params, X, Y, XQ, YQ)
         want = attribution.GradDot(own, own.params).attribute(X, Y, XQ, YQ).values
         np.testing.assert_array_equal(dots, want)
-        scores = attribution.trak(model, [own.params], X, Y, XQ, YQ)
+        scores = attribution.TRAK(model, [own.params]).attribute(X, Y, XQ, YQ).values
         want = attribution.TRAK(own, [own.params]).attribute(X, Y, XQ, YQ).values
         np.testing.assert_array_equal(scores, want)
         narrow = kernels.narrowest_dtype(model, own.params, X)
@@ -188,7 +188,7 @@ def test_every_public_call_with_a_model_is_in_the_tables():
     }
     tested = set(OF_A_MODEL) | {
         f"{room}.{name}".lstrip(".")
-        for name in (*OF_A_FUNCTION, "gradient_dot", "trak", "narrowest_dtype")
+        for name in (*OF_A_FUNCTION, "gradient_dot", "narrowest_dtype")
         for room in ("", "attribution", "kernels")
     }
     # Records of results, which nobody makes by hand.

@@ -12,7 +12,7 @@ import pytest
 pytestmark = [pytest.mark.thorough, pytest.mark.host, pytest.mark.ordinary]
 
 # By their paths: another module beside them has the name of an installed package.
-for name in ("kernels", "rivals", "attribution"):
+for name in ("measure", "kernels", "rivals", "attribution"):
     path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -20,6 +20,14 @@ for name in ("kernels", "rivals", "attribution"):
 _attribution = sys.modules["attribution"]
 
 SIZES = (16, 4, (3,), 4, 12, 0.05, 6, 5, 0)
+
+
+def test_first_and_repeated_calls_are_kept_apart():
+    measure = sys.modules["measure"]
+    record = measure.time_first_and_repeats(lambda: None, 2)
+    sizes = {name: np.size(value) for name, value in record.items()}
+    assert sizes == {"first": 1, "first_cpu": 1, "repeat": 2, "repeat_cpu": 2}
+    assert measure.median_repeat({"repeat": [1.0, 9.0, 2.0]}) == 2.0
 
 
 @pytest.mark.thorough

@@ -13,7 +13,7 @@ import pytest
 import dualfluence as dfl
 from dualfluence.apps.compare import _look, _names
 from dualfluence.apps.compare._networks import Architecture, fully_connected, make_network
-from dualfluence.apps.compare._timing import median_repeat, time_calls, time_first_and_repeats
+from dualfluence.apps.compare._timing import time_calls
 
 pytestmark = pytest.mark.host
 
@@ -91,7 +91,3 @@ def test_a_stopwatch_counts_every_call():
     result, seconds = time_calls(lambda: calls.append(1) or len(calls), 3)
     assert (result, len(seconds)) == (3, 3)
     assert min(seconds) >= 0
-    record = time_first_and_repeats(lambda: None, 2)
-    sizes = {name: np.size(value) for name, value in record.items()}
-    assert sizes == {"first": 1, "first_cpu": 1, "repeat": 2, "repeat_cpu": 2}
-    assert median_repeat({"repeat": [1.0, 9.0, 2.0]}) == 2.0

@@ -45,7 +45,7 @@ def products_of_gradients(at):
     at.close(tracin.values, total, 5)
 
 
-@row(*each("attribution", "TRAK", "attribute"), "attribution.trak", shared=True)
+@row(*each("attribution", "TRAK", "attribute"), shared=True)
 def trak_by_hand(at):
     if at.c == 1:
         return  # class labels of one class have no margin
@@ -65,7 +65,6 @@ def trak_by_hand(at):
     want = (phi_q @ phi.T @ np.linalg.inv(K)) * missing
     found = attribution.TRAK(network, [at.params]).attribute(*args)
     at.close(found.values, want, 50)
-    np.testing.assert_array_equal(attribution.trak(network, [at.params], *args), found.values)
     projected = attribution.TRAK(network, [at.params, at.other], projection=8).attribute(*args)
     np.testing.assert_equal(projected.values.shape, (at.q, at.n))
     assert np.isfinite(projected.values).all()

@@ -75,6 +75,12 @@ def write_atomically(
         raise FileError(f"cannot write {path}: {in_words(cause)}.") from error
 
 
+def write_whole(path: Path, content: bytes | str, *, private: bool = False) -> None:
+    """All of `content`, or the file as it was."""
+    raw = content.encode() if isinstance(content, str) else content
+    write_atomically(path, lambda file: file.write(raw), private=private)
+
+
 def check_writable(path: Path) -> None:
     """Raise, before any work, unless a file can be written at `path`; makes its folder."""
     write_atomically(path.parent / f".{path.name}.probe", lambda file: None)

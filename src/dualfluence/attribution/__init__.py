@@ -13,7 +13,6 @@ from ._rivals import GradCos as GradCos
 from ._rivals import GradDot as GradDot
 from ._rivals import TracIn as TracIn
 from ._rivals import gradient_dot as gradient_dot
-from ._rivals import trak as trak
 from ._trajectory import KAPPA as KAPPA
 from ._trajectory import Trajectory as Trajectory
 from ._trajectory import attribute_runs as attribute_runs

@@ -1,14 +1,14 @@
 """Finished pieces of a long computation on disk, so that a killed run can continue."""
 
-import json
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .._support.files import write_atomically
+from .._support.archive import read_archive, write_archive
+
+FORMAT, VERSION = "dualfluence-piece", 1
 
 
 class Pieces:
@@ -28,25 +28,20 @@ class Pieces:
         """The piece from its file, or computed and written."""
         if self._folder is None:
             return compute()
-        path, own = self._folder / f"{name}.npz", tag()
+        path, inputs = self._folder / f"{name}.npz", [self._fingerprint, tag()]
         if path.exists():
-            return self._read(path, own)
+            return _read(path, inputs)
         value = compute()
-        meta = np.frombuffer(json.dumps([self._fingerprint, own]).encode(), np.uint8)
-        write_atomically(path, lambda file: np.savez(file, value=value, meta=meta))
+        header = {"format": FORMAT, "version": VERSION, "inputs": inputs}
+        write_archive(path, header, {"value": value})
         return value
 
-    def _read(self, path: Path, own: str) -> np.ndarray:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                value, meta = file["value"], json.loads(file["meta"].tobytes())
-        except (ValueError, KeyError, OSError, zipfile.BadZipFile) as error:
-            raise ValueError(
-                f"resume: {path} is damaged: {error}. Delete it to compute it again."
-            ) from error
-        if meta != [self._fingerprint, own]:
-            raise ValueError(
-                f"resume: {path} was made from other data, checkpoints or options. Use another folder, "
-                "or delete this one."
-            )
-        return value
+
+def _read(path: Path, inputs: list[str]) -> np.ndarray:
+    header, arrays = read_archive(path, FORMAT, VERSION, "resume")
+    if header["inputs"] != inputs:
+        raise ValueError(
+            f"resume: {path} was made from other data, checkpoints or options. Use another folder, "
+            "or delete this one."
+        )
+    return arrays["value"]

@@ -4,8 +4,9 @@ All return an `Attribution`, like the rest of the library: positive if leaving t
 measured quantity. Methods that solve in parameter space are in `dualfluence.primal`.
 """
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,13 +47,8 @@ class _Data(NamedTuple):
     loss: AbstractLoss
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _Products(Shown):
-    """Gradients of one checkpoint against each other."""
-
-    apply_fn: Callable[..., Any]
-    params: PyTree
-    trainable: Any = None
+class _Scores(Shown):
+    """Gradients of training points against those of queries."""
 
     def attribute(
         self,
@@ -65,14 +61,31 @@ class _Products(Shown):
         of: Measure = "loss",
     ) -> Attribution:
         """Scores `(q, n)`; `loss` is softmax cross-entropy by default."""
-        start = time.perf_counter()
-        model = linearize(self.apply_fn, self.params, trainable=self.trainable)
-        data = _check(model, x, y, xq, yq, loss, of)
-        values, note = self._values(model, data)
+        start, models = time.perf_counter(), self._models()
+        first = next(models)
+        data = _check(first, x, y, xq, yq, loss, of)
+        values, note = self._values(itertools.chain([first], models), data)
         return _result(values, data, yq, (note,), start)
 
-    def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
+    def _models(self) -> Iterator[Linearized]:
+        """The network at each checkpoint, at least one."""
         raise NotImplementedError
+
+    def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
+        """Scores, and what to call them."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class _Products(_Scores):
+    """Gradients of one checkpoint against each other."""
+
+    apply_fn: Callable[..., Any]
+    params: PyTree
+    trainable: Any = None
+
+    def _models(self) -> Iterator[Linearized]:
+        yield linearize(self.apply_fn, self.params, trainable=self.trainable)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -83,8 +96,8 @@ class GradDot(_Products):
     `linearize`.
     """
 
-    def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
-        return _dot(model, data)[0], "gradient dot product"
+    def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
+        return _dot(next(models), data)[0], "gradient dot product"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -94,7 +107,8 @@ class GradCos(_Products):
     A zero gradient has the cosine zero with all others. Fields as for `GradDot`.
     """
 
-    def _values(self, model: Linearized, data: _Data) -> tuple[np.ndarray, str]:
+    def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
+        model = next(models)
         values, local = _dot(model, data)
         for axis, points, u in ((0, data.x, local.g), (1, data.xq, local.v)):
             size = np.expand_dims(np.asarray(gradient_norms(model, points, u)), axis)
@@ -103,7 +117,7 @@ class GradCos(_Products):
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TracIn(Shown):
+class TracIn(_Scores):
     r"""$\sum_t \eta_t\,w_i\,\nabla m_q(\theta_t)\cdot\nabla\ell_i(\theta_t)$ (Pruthi et al. 2020).
 
     **Fields:**
@@ -130,28 +144,14 @@ class TracIn(Shown):
         if not (np.isfinite(rates).all() and (rates > 0).all()):
             raise ValueError(f"TracIn: learning rates must be positive, got {self.learning_rate}.")
 
-    def attribute(
-        self,
-        x: Any,
-        y: Any,
-        xq: Any,
-        yq: Any = None,
-        *,
-        loss: AbstractLoss | None = None,
-        of: Measure = "loss",
-    ) -> Attribution:
-        """Scores `(q, n)`; `loss` is softmax cross-entropy by default."""
-        start = time.perf_counter()
+    def _models(self) -> Iterator[Linearized]:
+        for params in self.checkpoints:
+            yield linearize(self.apply_fn, params, trainable=self.trainable)
+
+    def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
         rates = np.broadcast_to(np.asarray(self.learning_rate, float), len(self.checkpoints))
-        total: Any = 0.0
-        data = None
-        for rate, params in zip(rates, self.checkpoints, strict=True):
-            model = linearize(self.apply_fn, params, trainable=self.trainable)
-            data = _check(model, x, y, xq, yq, loss, of) if data is None else data
-            total = total + rate * _dot(model, data)[0]
-        assert data is not None
-        note = f"TracIn over {len(self.checkpoints)} checkpoints"
-        return _result(total, data, yq, (note,), start)
+        each = (rate * _dot(m, data)[0] for rate, m in zip(rates, models, strict=True))
+        return sum(each, start=np.zeros(())), f"TracIn over {len(rates)} checkpoints"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -225,20 +225,6 @@ def gradient_dot(
 ) -> np.ndarray:
     """`GradDot` as an array, `(q, n)`."""
     return GradDot(apply_fn, params).attribute(x, y, xq, yq, loss=loss).values
-
-
-def trak(
-    apply_fn: Any,
-    models: Sequence[PyTree],
-    x: Any,
-    y: Any,
-    xq: Any,
-    yq: Any,
-    *,
-    damping: float = 1e-2,
-) -> np.ndarray:
-    """`TRAK` with its exact kernel as an array, `(q, n)`."""
-    return TRAK(apply_fn, models, damping=damping).attribute(x, y, xq, yq).values
 
 
 def trak_terms(

@@ -42,6 +42,16 @@ class Dataset(Shown):
                 )
             check_labels(y, self.num_classes, f"{self.name}, {split} labels")
 
+    def take(self, train: np.ndarray, test: np.ndarray) -> "Dataset":
+        """The points at these positions, or where these flags are true."""
+        return replace(
+            self,
+            x_train=self.x_train[train],
+            y_train=self.y_train[train],
+            x_test=self.x_test[test],
+            y_test=self.y_test[test],
+        )
+
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str) -> None:
     """Raise unless every label is in `[0, num_classes)`."""
@@ -111,13 +121,7 @@ def subset(
     name = dataset.name
     train = balanced_order(dataset.y_train, chosen, per_class_train, f"{name}, training", rng)
     test = balanced_order(dataset.y_test, chosen, per_class_test, f"{name}, test", rng)
-    return replace(
-        dataset,
-        x_train=dataset.x_train[train],
-        y_train=dataset.y_train[train],
-        x_test=dataset.x_test[test],
-        y_test=dataset.y_test[test],
-    )
+    return dataset.take(train, test)
 
 
 def plus_minus_one(

@@ -1,7 +1,6 @@
 """Loads a data set by its name."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -63,10 +62,4 @@ def _only(dataset: Dataset, classes: Sequence[int] | None) -> Dataset:
         )
     train = np.isin(dataset.y_train, tuple(classes))
     test = np.isin(dataset.y_test, tuple(classes))
-    return replace(
-        dataset,
-        x_train=dataset.x_train[train],
-        y_train=dataset.y_train[train],
-        x_test=dataset.x_test[test],
-        y_test=dataset.y_test[test],
-    )
+    return dataset.take(train, test)

@@ -17,27 +17,25 @@ from .._support.checks import check_finite, check_ridge
 from .._support.compile import filter_jit
 from .._support.options import (
     check_flag,
-    check_instance,
     check_on_failure,
 )
 from .._support.points import shown
 from .._support.wide import double
 from ..attribution._attribution import Attribution
-from ..kernels._linearized import Linearized, as_network
+from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._gradients import gradient_products, point_gradients, rows_at_once
 from ..models._passes import outputs_at
 from ..problem._quantity import Quantity, as_quantity
 from ..problem._record import OnFailure
 from ._curvature import Curvature
-from ._precision import in_float64
 from ._solvers import (
     CG,
     AbstractPrimalInverse,
     check_primal_solver,
     check_solved,
 )
-from ._start import curvature_at, training_start
+from ._start import curvature_at, entered_network, training_start
 
 
 def attribute(
@@ -79,9 +77,7 @@ def attribute(
     began = time.perf_counter()
     linearised = check_flag("attribute: linearised", linearised)
     check_on_failure("attribute", on_failure)
-    model = as_network(model)
-    check_instance("attribute: model", model, Linearized, "made by linearize")
-    model = in_float64(model) if on_failure == "raise" and solver is None else model
+    model = entered_network("attribute", model, on_failure == "raise" and solver is None)
     solver = check_primal_solver("attribute", CG() if solver is None else solver)
     with double(model.widening is not None):
         start = training_start("attribute", model, params, x, y, weights, loss)

@@ -18,18 +18,17 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_fraction, check_ridge
 from .._support.compile import filter_jit
-from .._support.options import check_count, check_flag, check_instance, check_on_failure
+from .._support.options import check_count, check_flag, check_on_failure
 from .._support.precision import PRECISION
 from .._support.wide import double
-from ..kernels._linearized import Linearized, as_network
+from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._factors import check_convex
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._record import Clock, OnFailure, Stats
 from ._curvature import Curvature
-from ._precision import in_float64
 from ._solvers import CG, check_primal_solver, check_solved
-from ._start import curvature_at, training_start
+from ._start import curvature_at, entered_network, training_start
 from ._update import PrimalUpdate, displacement
 
 
@@ -91,9 +90,7 @@ def influence(
         hessian = "gauss-newton" if linearised else "exact"
         solver = CG(hessian=hessian, rtol=rtol, max_steps=max_steps)
     solver = check_primal_solver("influence", solver)
-    model = as_network(model)
-    check_instance("influence: model", model, Linearized, "made by linearize")
-    model = in_float64(model) if wide else model
+    model = entered_network("influence", model, wide)
     with double(model.widening is not None):
         clock = Clock()
         ridge = check_ridge(ridge, model.dtype)

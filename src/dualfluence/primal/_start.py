@@ -8,14 +8,25 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import as_array, check_rows, training_weights
-from .._support.options import check_count, check_loss, maybe
+from .._support.options import check_count, check_instance, check_loss, maybe
 from .._support.points import enter_points
-from ..kernels._linearized import Linearized
+from .._support.wide import double
+from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_network, check_params
 from ..models._sources import bound_network
 from ..problem._edits import TrainingSet
 from ._curvature import Curvature, make_curvature
+
+
+def entered_network(what: str, model: Any, widen: bool) -> Linearized:
+    """The network; `widen` computes one in float32 in float64 on a CPU, where nothing is lost by it."""
+    model = as_network(model)
+    check_instance(f"{what}: model", model, Linearized, "made by linearize")
+    if not widen or model.dtype != jnp.float32 or jax.default_backend() != "cpu":
+        return model
+    with double():
+        return model.widened()
 
 
 class Start(NamedTuple):

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.archive import Damaged, digest, peek, seal, unseal
-from .._support.files import FileError, write_atomically
+from .._support.files import FileError, write_whole
 from .._support.records import from_plain
 
 FORMAT, VERSION = "dualfluence-kernel-store", 2
@@ -145,7 +145,7 @@ def read_record(file: Path, header: Header, tile: tuple[int, int]) -> Record:
 
 def write_sealed(path: Path, content: dict[str, Any]) -> None:
     """JSON with its checksum, atomically: readers see all of it or none."""
-    write_atomically(path, lambda file: file.write(seal(content)))
+    write_whole(path, seal(content))
 
 
 def word_sum(value: np.ndarray) -> int:

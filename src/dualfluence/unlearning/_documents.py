@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .._support.files import write_atomically
+from .._support.files import write_whole
 
 GUARANTEE = (
     "The model is within the stated distance, in its parameters (for a kernel: in the norm of "
@@ -30,9 +30,9 @@ def write_documents(line: dict[str, Any], folder: Any) -> dict[str, Path]:
     paths = {kind: Path(folder) / f"{stem}.{kind}" for kind in ("json", "html")}
     document = {"line": line, "guarantee": GUARANTEE, "not_covered": list(NOT_COVERED)}
     text = json.dumps(document, indent=2, sort_keys=True) + "\n"
-    write_atomically(paths["json"], lambda file: file.write(text.encode()))
+    write_whole(paths["json"], text)
     page = _page(line)
-    write_atomically(paths["html"], lambda file: file.write(page.encode()))
+    write_whole(paths["html"], page)
     return paths
 
 

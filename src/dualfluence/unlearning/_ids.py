@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .._support.files import FileError, write_atomically
+from .._support.files import FileError, write_whole
 from ._ledger import reference
 
 MAX_NAME = 256
@@ -119,7 +119,7 @@ def read_salt(path: Path, *, new: bool) -> bytes:
             "Restore it from a copy."
         )
     salt = secrets.token_bytes(32)
-    write_atomically(path, lambda file: file.write(salt.hex().encode("ascii")), private=True)
+    write_whole(path, salt.hex(), private=True)
     return salt
 
 

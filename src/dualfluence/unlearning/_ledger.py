@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from .._support.files import FileError, fcntl, in_words, write_atomically
+from .._support.files import FileError, fcntl, in_words, write_whole
 
 References = Literal["keep", "pseudonymise", "erase"]
 """The treatment of references: kept as salted hashes, replaced by numbers, or dropped."""
@@ -226,7 +226,7 @@ def erase_references(path: Path, numbers: list[int]) -> None:
             {**line, "references": None} if line["sequence"] in numbers else line for line in ledger
         ]
         raw = b"".join(canonical(line) + b"\n" for line in dropped)
-        write_atomically(path, lambda file: file.write(raw))
+        write_whole(path, raw)
     finally:
         ledger.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .._support.files import FileError, write_atomically
+from .._support.files import FileError, write_whole
 from .._support.wide import in_own_precision
 from ..fitted._file import name_of
 from ..fitted._fitted import Fitted
@@ -58,7 +58,7 @@ def write_payload(
     )
     raw = buffer.getvalue()
     try:
-        write_atomically(path, lambda file: file.write(raw), private=True)
+        write_whole(path, raw, private=True)
     except FileError as error:
         raise LedgerError(
             f"ledger: the request was not recorded and not applied: {error}"

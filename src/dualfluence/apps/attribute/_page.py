@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..._support.files import write_whole
 from ...attribution._attribution_plot import label
-from ..page._document import card, strip, write_document, write_text
+from ..page._document import card, strip, write_document
 from ..page._scene import Scene
 from ..page._view import action_of, document_of, groups_of, scores_of, state_of, what_stays
 from ..page._write import one_file
@@ -44,7 +45,7 @@ def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
     """The page of `audit`, that of `explore` in one file, and one CSV row for each training point."""
     data, predicted = result["data"], result["predicted"]
     suspicion, harm, alone = result["suspicion"], result["harm"], result["isolation"]
-    write_text(page, one_file(_content(result)))
+    write_whole(page, one_file(_content(result)))
     place = np.empty(len(data.x), int)
     place[_order(suspicion)] = np.arange(1, len(data.x) + 1)
     rows: list[tuple[Any, ...]] = [
@@ -129,4 +130,4 @@ def _notes(result: dict[str, Any]) -> str:
 def _write_csv(path: Path, rows: list[tuple[Any, ...]]) -> None:
     text = io.StringIO(newline="")
     csv.writer(text).writerows(rows)
-    write_text(path, text.getvalue())
+    write_whole(path, text.getvalue())

@@ -3,7 +3,6 @@
 import os
 import platform
 import subprocess
-import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -56,11 +55,6 @@ def device_name() -> str:
     import jax
 
     return jax.devices()[0].device_kind
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def commit() -> str | None:

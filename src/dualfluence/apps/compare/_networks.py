@@ -1,14 +1,11 @@
 """The paper's networks: NTK parameterisation, `W_std = 2`, `b_std = 0.1`; finite or infinitely wide."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from ...infinite import AvgPool, Conv, Dense, Flatten, Network, Relu, serial
@@ -67,22 +64,3 @@ def fully_connected_from_zero(widths: tuple[int, ...], seed: int) -> Linearized:
         return net.apply(params, x) - net.apply(start, x)
 
     return linearize(apply_fn, start)
-
-
-def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any]:
-    """A ReLU network in plain JAX with float32 parameters, as a user would write it.
-
-    Inputs and parameters are those of `benchmarks/peer_neural_tangents.py`.
-    """
-    rng = np.random.default_rng(0)
-    params = [
-        (jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), jnp.zeros(b, jnp.float32))
-        for a, b in pairwise(widths)
-    ]
-
-    def apply(params: Any, x: Array) -> Array:
-        for W, b in params[:-1]:
-            x = jax.nn.relu(x @ W + b[None])
-        return x @ params[-1][0] + params[-1][1][None]
-
-    return apply, params

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -52,30 +51,3 @@ def time_calls(call: Callable[[], Any], repeats: int) -> tuple[Any, list[float]]
         calls.append(done.seconds)
         result = done.result
     return result, calls
-
-
-def time_first_and_repeats(call: Callable[[], Any], repeats: int) -> dict[str, Any]:
-    """Seconds and processor seconds of a first call and of `repeats` later ones, for JSON."""
-    first, *later = (_without_result(time_call(call)) for _ in range(repeats + 1))
-    return {
-        "first": first.seconds,
-        "first_cpu": first.cpu_seconds,
-        "repeat": [c.seconds for c in later],
-        "repeat_cpu": [c.cpu_seconds for c in later],
-    }
-
-
-def median_repeat(seconds: dict[str, Any]) -> float:
-    """Median of the later calls of `time_first_and_repeats`, which one slow call does not change."""
-    return float(np.median(seconds["repeat"]))
-
-
-def median_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
-    """Median of `repeats` calls, after one that compiles."""
-    time_call(call)
-    return float(np.median(time_calls(call, repeats)[1]))
-
-
-def _without_result(call: Call) -> Call:
-    """Large results must not pile up while a benchmark repeats."""
-    return Call(None, call.seconds, call.cpu_seconds)

@@ -6,14 +6,14 @@ import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 
-from ..page._document import write_text
+from ..._support.files import write_whole
 from ..page._write import one_file
 from ._session import Session
 
 
 def save_page(session: Session, path: Path) -> int:
     """Write the page as one file; returns its size in bytes."""
-    write_text(path, one_file(session.content()))
+    write_whole(path, one_file(session.content()))
     return path.stat().st_size
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..._support.files import write_atomically
+from ..._support.files import write_whole
 from ...attribution._attribution_plot import as_picture
 
 CARDS = """
@@ -27,11 +27,6 @@ th:first-child,td:first-child{text-align:left}
 """
 
 
-def write_text(path: Path, text: str) -> None:
-    """The file whole, or not at all."""
-    write_atomically(path, lambda file: file.write(text.encode()))
-
-
 def write_document(path: Path, title: str, body: str, style: str = CARDS) -> None:
     """A page with this body; nothing is left behind if it fails."""
     page = (
@@ -39,7 +34,7 @@ def write_document(path: Path, title: str, body: str, style: str = CARDS) -> Non
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
     )
-    write_text(path, page)
+    write_whole(path, page)
 
 
 def png_image(content: bytes, name: str) -> str:

@@ -11,12 +11,20 @@ from jaxtyping import Array, PyTree
 
 from ... import datasets, metrics
 from ..._support.progress import ProgressFn
+from ...fitted._descent import Descent, kernel_gradient_descent
+from ...fitted._fit import fit
+from ...fitted._fitted import Fitted
 from ...kernels._linearized import Linearized
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
+from ...models._options import KernelOptions
 from ...models._passes import outputs_at
 from ...models._sources import pull_back
-from ._config import Data
+from ...operators import AbstractKernelOperator
+from ._config import Data, Training
 from ._results import Run
+
+EXACT_TOLERANCE = 1e-9
+"""Below what float32 reaches: exact fits stop at the floor that rounding sets."""
 
 LoadFn = Callable[..., datasets.Dataset]
 LOSSES: dict[str, AbstractLoss] = {"softmax": SoftmaxCrossEntropy(), "squared": SquaredError()}
@@ -95,6 +103,56 @@ def forget_sets(
     size = max(1, round(len(pool) * percent / 100))
     rng = np.random.default_rng([seed, percent])
     return [np.sort(rng.choice(pool, size, replace=False)) for _ in range(count)]
+
+
+def fit_exactly(
+    model: Any,
+    points: Points,
+    loss: AbstractLoss,
+    ridge: float,
+    context: Context,
+    *,
+    kernel: AbstractKernelOperator | None = None,
+    num_outputs: int | None = None,
+    weights: Any = None,
+) -> Fitted:
+    """Newton from `α = 0` to the rounding floor; with `kernel`, without computing `K` again."""
+    return fit(
+        model,
+        points.x,
+        points.y,
+        loss=loss,
+        ridge=ridge,
+        weights=weights,
+        kernel=KernelOptions(operator=kernel, num_outputs=num_outputs, refine=False),
+        tolerance=EXACT_TOLERANCE,
+        on_failure="report",
+        progress=context.progress,
+    )
+
+
+def descend(
+    model: Any,
+    points: Points,
+    training: Training,
+    context: Context,
+    kernel: AbstractKernelOperator,
+    retain: Any = None,
+) -> Descent:
+    """Training as published, in data space."""
+    return kernel_gradient_descent(
+        model,
+        points.x,
+        points.y,
+        loss=LOSSES[training.loss],
+        ridge=training.ridge,
+        rate=training.rate,
+        epochs=training.epochs,
+        momentum=training.momentum,
+        retain=retain,
+        kernel=kernel,
+        progress=context.progress,
+    )
 
 
 def moved_by(model: Linearized, x: Array, alpha: Array) -> PyTree:

@@ -182,6 +182,14 @@ _FIG2 = Fig2(
     seeds=(0, 1, 2, 3),
 )
 
+
+def _wide(digits: Data, images: Data, *, epochs: int) -> Fig4:
+    """Two infinitely wide networks; `epochs` are those of the first."""
+    fcnn, cnn = Architecture("fcnn", 3, None), Architecture("cnn", 3, None)
+    first = Row("fcnn", digits, fcnn, Training("softmax", 1e-1, 0.1, epochs))
+    return Fig4((first, Row("cnn", images, cnn, Training("squared", 1e-1, 0.01, 5000))))
+
+
 CONFIGS: dict[tuple[str, str], Config] = {
     ("fig1", "paper"): Fig1((_FCNN, _CNN), released_repeats=5),
     ("fig1", "smoke"): Fig1(
@@ -225,37 +233,11 @@ CONFIGS: dict[tuple[str, str], Config] = {
         percentages=SMOKE_PERCENTAGES,
         cg_steps=100,
     ),
-    ("fig4", "paper"): Fig4(
-        (
-            Row(
-                "fcnn",
-                Data("mnist", DIGITS, 1000, 100),
-                Architecture("fcnn", 3, None),
-                Training("softmax", 1e-1, 0.1, 5000),
-            ),
-            Row(
-                "cnn",
-                Data("cifar10", (0, 1), 500, 500),
-                Architecture("cnn", 3, None),
-                Training("squared", 1e-1, 0.01, 5000),
-            ),
-        )
+    ("fig4", "paper"): _wide(
+        Data("mnist", DIGITS, 1000, 100), Data("cifar10", (0, 1), 500, 500), epochs=5000
     ),
-    ("fig4", "smoke"): Fig4(
-        (
-            Row(
-                "fcnn",
-                Data("mnist-small", DIGITS, 40, 20),
-                Architecture("fcnn", 3, None),
-                Training("softmax", 1e-1, 0.1, 2000),
-            ),
-            Row(
-                "cnn",
-                Data("cifar10", (0, 1), 12, 20),
-                Architecture("cnn", 3, None),
-                Training("squared", 1e-1, 0.01, 5000),
-            ),
-        )
+    ("fig4", "smoke"): _wide(
+        Data("mnist-small", DIGITS, 40, 20), Data("cifar10", (0, 1), 12, 20), epochs=2000
     ),
     ("linear", "paper"): Linear(_MNIST, 20000, 1e-2),
     ("linear", "smoke"): Linear(

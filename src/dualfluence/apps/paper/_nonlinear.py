@@ -1,7 +1,7 @@
 """Gradient descent on the network itself, with the ridge towards its initialisation."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from ..._support.trees import tree_norm
 from ...kernels._linearized import ApplyFn, Linearized, linearize
 from ..compare._networks import make_network
 from ..compare._timing import time_call
-from ._common import Context, Points, num_outputs
+from ._common import Context, Points, get_points, num_outputs
 from ._config import Fig2, Fig3
 
 BATCH = 10_000
@@ -30,6 +30,22 @@ def make_model(config: Fig2 | Fig3, points: Points, seed: int) -> Linearized:
     shape = points.x.shape[1:]
     params = net.init(jax.random.key(seed), shape, outputs=num_outputs(config.data))
     return linearize(net.apply, params, batch_size=BATCH)
+
+
+class NetworkCase:
+    """A network of the paper at its initialisation, and its points."""
+
+    def __init__(self, config: Fig2 | Fig3, context: Context) -> None:
+        self.config: Any = config
+        self.context = context
+
+    @cached_property
+    def points(self) -> Any:
+        return get_points(self.config.data, self.context)
+
+    @cached_property
+    def model(self) -> Any:
+        return make_model(self.config, self.points, self.context.seed)
 
 
 def train(

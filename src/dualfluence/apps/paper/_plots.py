@@ -9,6 +9,7 @@ import matplotlib
 import matplotlib.figure
 import numpy as np
 
+from ..._support.files import write_whole
 from ..compare._look import COLOURS, PUBLISHED, SCALE, STYLES
 from ..compare._names import (
     COMPARED,
@@ -22,7 +23,6 @@ from ..compare._names import (
 )
 from . import _published as published
 from ._read import ROW_TITLES, r_squared, series, values
-from ._results import write_bytes
 
 matplotlib.use("Agg")
 from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def draw(results: dict[str, Any], folder: Path) -> Path:
         buffer = BytesIO()
         figure.savefig(buffer, dpi=DPI, format="png")
     path = folder / f"{name}.png"
-    write_bytes(path, buffer.getvalue())
+    write_whole(path, buffer.getvalue())
     return path
 
 

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..._support.archive import checking, read_archive, write_archive
-from ..._support.files import FileError, write_atomically
+from ..._support.files import FileError, write_whole
 from ..compare._machine import commit, device_name, environment
 from ._config import Config, as_json
 
@@ -156,16 +156,7 @@ def read_results(out: Path, name: str) -> dict[str, Any] | None:
 def write_json(path: Path, value: Any) -> None:
     """JSON, atomically; not-a-number and infinity become `null`."""
     text = json.dumps(plain(value), indent=1, allow_nan=False) + "\n"
-    write_bytes(path, text.encode())
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write all of `content`, or leave the file unchanged."""
-
-    def write(file: IO[bytes]) -> None:
-        file.write(content)
-
-    write_atomically(path, write)
+    write_whole(path, text)
 
 
 def plain(value: Any) -> Any:

@@ -9,24 +9,29 @@ import jax
 import numpy as np
 
 from ... import metrics
-from ...fitted._descent import Descent, kernel_gradient_descent
-from ...fitted._fit import fit
+from ...fitted._descent import Descent
 from ...fitted._fitted import Fitted
 from ...fitted._from_trained import from_trained
 from ...kernels._linearized import linearize
-from ...models._options import KernelOptions
 from ...operators import AbstractKernelOperator
 from ..compare._methods import Method, Settings, TrainedCase
 from ..compare._names import PAPER_RELEASED, RANDOM, RELEASED, RETRAINED, SHARDED
 from ..compare._networks import make_network
 from ..compare._timing import time_call
 from . import _cold
-from ._common import LOSSES, Context, accuracies, forget_sets, get_points, moved_by, num_outputs
+from ._common import (
+    LOSSES,
+    Context,
+    accuracies,
+    descend,
+    fit_exactly,
+    forget_sets,
+    get_points,
+    moved_by,
+    num_outputs,
+)
 from ._config import Fig1, Row
 from ._methods import RELEASED_PRECISION, device_mesh, make_held, make_methods, make_released
-
-EXACT_TOLERANCE = 1e-9
-"""A tolerance below the precision of float32, so that exact fits stop at the floor set by rounding."""
 
 
 def run(config: Fig1, context: Context) -> None:
@@ -67,19 +72,9 @@ class LinearisedCase:
         return linearize(net.apply, params)
 
     def fit_exactly(self, op: AbstractKernelOperator | None, weights: Any = None) -> Fitted:
-        """Newton from `α = 0` to the rounding floor; with `op`, without computing `K` again."""
-        return fit(
-            self.model,
-            self.points.x,
-            self.points.y,
-            loss=self.loss,
-            ridge=self.row.training.ridge,
-            weights=weights,
-            kernel=KernelOptions(operator=op, refine=False),
-            tolerance=EXACT_TOLERANCE,
-            on_failure="report",
-            progress=self.context.progress,
-        )
+        ridge = self.row.training.ridge
+        given = (self.model, self.points, self.loss, ridge, self.context)
+        return fit_exactly(*given, kernel=op, weights=weights)
 
     @cached_property
     def exact(self) -> Fitted:
@@ -87,21 +82,8 @@ class LinearisedCase:
         return self.fit_exactly(None)
 
     def descend(self, retain: Any = None) -> Descent:
-        """Train as published."""
-        training = self.row.training
-        return kernel_gradient_descent(
-            self.model,
-            self.points.x,
-            self.points.y,
-            loss=self.loss,
-            ridge=training.ridge,
-            rate=training.rate,
-            epochs=training.epochs,
-            momentum=training.momentum,
-            retain=retain,
-            kernel=self.exact.kernel_op,
-            progress=self.context.progress,
-        )
+        given = (self.model, self.points, self.row.training, self.context)
+        return descend(*given, self.exact.kernel_op, retain)
 
     @cached_property
     def descent(self) -> Descent:

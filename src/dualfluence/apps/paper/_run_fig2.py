@@ -14,9 +14,9 @@ from ...losses import SquaredError
 from ...models._passes import outputs_at
 from ...models._sources import NetworkSource, pull_back
 from ...operators import AbstractKernelOperator
-from ._common import Context, get_points
+from ._common import Context
 from ._config import Fig2
-from ._nonlinear import gradient_norm, make_model, precision_check, trained_network
+from ._nonlinear import NetworkCase, gradient_norm, precision_check, trained_network
 
 
 def run(config: Fig2, context: Context) -> None:
@@ -31,19 +31,8 @@ def run(config: Fig2, context: Context) -> None:
         context.run.piece(f"seed/{seed}", lambda c=other: c.end(max(config.ridges)))
 
 
-class Trajectories:
+class Trajectories(NetworkCase):
     """The network and its linearisation, followed together."""
-
-    def __init__(self, config: Fig2, context: Context) -> None:
-        self.config, self.context = config, context
-
-    @cached_property
-    def points(self) -> Any:
-        return get_points(self.config.data, self.context)
-
-    @cached_property
-    def model(self) -> Any:
-        return make_model(self.config, self.points, self.context.seed)
 
     @cached_property
     def kernel_op(self) -> AbstractKernelOperator:

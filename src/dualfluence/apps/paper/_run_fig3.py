@@ -13,10 +13,10 @@ from ...fitted._from_trained import from_trained
 from ...losses import SquaredError
 from ..compare._methods import Settings, TrainedCase
 from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT
-from ._common import Context, accuracies, forget_sets, get_points
+from ._common import Context, accuracies, forget_sets
 from ._config import Fig3
 from ._methods import make_methods
-from ._nonlinear import make_model, precision_check, train, trained_network
+from ._nonlinear import NetworkCase, precision_check, train, trained_network
 
 
 def run(config: Fig3, context: Context) -> None:
@@ -34,20 +34,12 @@ def run(config: Fig3, context: Context) -> None:
             context.run.piece(key, lambda c=case, p=percent: c.compare(p))
 
 
-class NonlinearCase:
+class NonlinearCase(NetworkCase):
     """A trained nonlinear network, and the results of the methods on it."""
 
     def __init__(self, config: Fig3, context: Context, ridge: float) -> None:
-        self.config, self.context, self.ridge = config, context, ridge
-        self.settings = Settings(config.cg_steps, config.cg_rtol, config.until)
-
-    @cached_property
-    def points(self) -> Any:
-        return get_points(self.config.data, self.context)
-
-    @cached_property
-    def model(self) -> Any:
-        return make_model(self.config, self.points, self.context.seed)
+        super().__init__(config, context)
+        self.ridge, self.settings = ridge, Settings(config.cg_steps, config.cg_rtol, config.until)
 
     @cached_property
     def params(self) -> Any:

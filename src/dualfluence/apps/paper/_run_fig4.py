@@ -8,22 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ...fitted._descent import Descent, kernel_gradient_descent
-from ...fitted._fit import fit
+from ...fitted._descent import Descent
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update
-from ...models._options import KernelOptions
 from ...models._sources import as_source
 from ...problem._edits import Remove
 from ...problem._objective import State
 from ..compare._methods import facts
 from ..compare._names import ITERATED, ONE_STEP, PAPER
 from ..compare._networks import make_network
-from ._common import LOSSES, Context, get_points, num_outputs
+from ._common import LOSSES, Context, descend, fit_exactly, get_points, num_outputs
 from ._config import Fig4, Row
 from ._forms import PaperCG
 from ._remove import remove
-from ._run_fig1 import EXACT_TOLERANCE
 
 
 def run(config: Fig4, context: Context) -> None:
@@ -80,36 +77,15 @@ class InfiniteCase:
         return self.fit_exactly(None)
 
     def fit_exactly(self, weights: Any) -> Fitted:
-        return fit(
-            make_network(self.row.network),
-            self.points.x,
-            self.points.y,
-            loss=self.loss,
-            ridge=self.row.training.ridge,
-            weights=weights,
-            kernel=KernelOptions(num_outputs=self.c, refine=False)
-            if weights is None
-            else KernelOptions(operator=self.exact.kernel_op, refine=False),
-            tolerance=EXACT_TOLERANCE,
-            on_failure="report",
-            progress=self.context.progress,
+        given = (self.points, self.loss, self.row.training.ridge, self.context)
+        known: dict[str, Any] = (
+            {"num_outputs": self.c} if weights is None else {"kernel": self.exact.kernel_op}
         )
+        return fit_exactly(make_network(self.row.network), *given, weights=weights, **known)
 
     def descend(self, retain: Any) -> Descent:
-        training = self.row.training
-        return kernel_gradient_descent(
-            make_network(self.row.network),
-            self.points.x,
-            self.points.y,
-            loss=self.loss,
-            ridge=training.ridge,
-            rate=training.rate,
-            epochs=training.epochs,
-            momentum=training.momentum,
-            retain=retain,
-            kernel=self.exact.kernel_op,
-            progress=self.context.progress,
-        )
+        given = (self.points, self.row.training, self.context)
+        return descend(make_network(self.row.network), *given, self.exact.kernel_op, retain)
 
     def published(self) -> tuple[Fitted, dict[str, Any]]:
         """The state after gradient descent: its outputs, with `α = −g/λ` as in the paper."""

@@ -9,17 +9,14 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ... import metrics
-from ...fitted._fit import fit
 from ...fitted._fitted import Fitted
 from ...kernels._linearized import linearize
-from ...models._options import KernelOptions
 from ..compare._methods import Settings, TrainedCase
 from ..compare._names import ONE_STEP, PARAMETER, RETRAINED
 from ..compare._networks import B_STD, W_STD
-from ._common import LOSSES, Context, accuracies, forget_sets, get_points
+from ._common import LOSSES, Context, accuracies, fit_exactly, forget_sets, get_points
 from ._config import Linear
 from ._methods import make_methods
-from ._run_fig1 import EXACT_TOLERANCE
 
 LOSS_NAMES = ("softmax", "squared")
 
@@ -66,18 +63,9 @@ class LinearCase:
         return linearize(readout, zero, anchor="zero", batch_size=self.points.x.shape[0])
 
     def fit_exactly(self, weights: Any = None, held: Fitted | None = None) -> Fitted:
-        return fit(
-            self.model,
-            self.points.x,
-            self.points.y,
-            loss=self.loss,
-            ridge=self.config.ridge,
-            weights=weights,
-            kernel=KernelOptions(operator=None if held is None else held.kernel_op, refine=False),
-            tolerance=EXACT_TOLERANCE,
-            on_failure="report",
-            progress=self.context.progress,
-        )
+        given = (self.model, self.points, self.loss, self.config.ridge, self.context)
+        op = None if held is None else held.kernel_op
+        return fit_exactly(*given, kernel=op, weights=weights)
 
     @cached_property
     def fitted(self) -> Fitted:

@@ -1,0 +1,65 @@
+"""What scripts here share: first and repeated calls, cores, a network as a stranger would write it."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from dualfluence.apps.compare._timing import Call, time_call, time_calls
+
+
+def time_first_and_repeats(call: Callable[[], Any], repeats: int) -> dict[str, Any]:
+    """Seconds and processor seconds of a first call and of `repeats` later ones, for JSON."""
+    first, *later = (_without_result(time_call(call)) for _ in range(repeats + 1))
+    return {
+        "first": first.seconds,
+        "first_cpu": first.cpu_seconds,
+        "repeat": [c.seconds for c in later],
+        "repeat_cpu": [c.cpu_seconds for c in later],
+    }
+
+
+def median_repeat(seconds: dict[str, Any]) -> float:
+    """Of the later calls of `time_first_and_repeats`; one slow call does not move it."""
+    return float(np.median(seconds["repeat"]))
+
+
+def median_seconds(call: Callable[[], Any], repeats: int = 7) -> float:
+    """Median of `repeats` calls, after one that compiles."""
+    time_call(call)
+    return float(np.median(time_calls(call, repeats)[1]))
+
+
+def _without_result(call: Call) -> Call:
+    """Large results must not pile up while a benchmark repeats."""
+    return Call(None, call.seconds, call.cpu_seconds)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any]:
+    """A ReLU network in plain JAX and float32 parameters, as a stranger would write it.
+
+    Inputs and parameters are those of `benchmarks/peer_neural_tangents.py`.
+    """
+    rng = np.random.default_rng(0)
+    params = [
+        (jnp.asarray(rng.normal(size=(a, b)) / np.sqrt(a), jnp.float32), jnp.zeros(b, jnp.float32))
+        for a, b in pairwise(widths)
+    ]
+
+    def apply(params: Any, x: Array) -> Array:
+        for W, b in params[:-1]:
+            x = jax.nn.relu(x @ W + b[None])
+        return x @ params[-1][0] + params[-1][1][None]
+
+    return apply, params
