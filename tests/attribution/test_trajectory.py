@@ -216,6 +216,32 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path):
     np.testing.assert_array_equal(again, want)
 
 
+def test_shares_of_checkpoints_make_the_whole_bit_for_bit(tmp_path):
+    runs, options = [_run(0), _run(1, checkpoints=3)], {"folder": tmp_path, "progress": False}
+    want = attribute_runs(runs, *_data(), progress=False).values
+    for share, held in ((1, 2), (0, 5)):  # every second checkpoint of the five
+        part = attribute_runs(runs, *_data(), worker=(share, 2), **options)
+        assert f"share {share} of 2" in part.notes[-1]
+        assert len(list(tmp_path.glob("*.npz"))) == held
+    before = {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.npz")}
+    np.testing.assert_array_equal(attribute_runs(runs, *_data(), **options).values, want)
+    assert before == {file: file.stat().st_mtime_ns for file in tmp_path.glob("*.npz")}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"worker": (0, 2)}, "folder"),
+        ({"worker": (0, 9)}, "9 workers"),
+        ({"worker": (2, 2)}, "0 to"),
+    ],
+)
+def test_shares_that_cannot_be_are_refused(options, words, tmp_path):
+    given = {} if words == "folder" else {"folder": tmp_path}
+    with pytest.raises(ValueError, match=words):
+        attribute_runs([_run()], *_data(), progress=False, **options, **given)
+
+
 def test_a_folder_of_other_data_is_refused(tmp_path):
     _run().attribute(*_data(), folder=tmp_path, progress=False)
     with pytest.raises(ValueError, match="other data, checkpoints or options"):

@@ -38,3 +38,13 @@ def a_kernel_on_disk(at):
     with raises(store.StoreError, "."):
         store.open_store(at.folder / "nothing-here")
     assert issubclass(store.StoreError, FileError)
+
+
+@row("store.spool")
+def batches_become_rows_on_disk(at):
+    rows = store.spool((at.x[i : i + 2] for i in range(0, at.n, 2)), at.folder / "rows.npy")
+    np.testing.assert_array_equal(rows, at.x)
+    made = store.build(at.model, rows, at.folder / "spooled", tile=2)
+    at.close(made.operator().dense(), at.K.reshape(at.n * at.c, -1))
+    with raises(FileError, "exists"):
+        store.spool([at.x], at.folder / "rows.npy")

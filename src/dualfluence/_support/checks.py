@@ -207,11 +207,16 @@ def as_features(name: str, x: Any) -> jax.Array:
 
 def check_points(name: str, array: Any) -> None:
     """Raise unless there is a point on axis 0 and every entry is finite."""
+    check_not_empty(name, array)
+    check_finite(name, array)
+
+
+def check_not_empty(name: str, array: Any) -> None:
+    """Raise unless there is a point with features on axis 0."""
     if array.ndim == 0 or array.shape[0] == 0:
         raise ValueError(f"{name} needs at least one point on axis 0, got shape {array.shape}.")
     if array.size == 0:
         raise ValueError(f"{name}: expected features that are not empty, got shape {array.shape}.")
-    check_finite(name, array)
 
 
 def check_queries(xq: Any, x: jax.Array, name: str = "queries", *, form: Any = None) -> jax.Array:

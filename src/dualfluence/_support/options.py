@@ -48,6 +48,20 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = LARGEST_CO
     return count
 
 
+def check_worker(what: str, worker: Any) -> tuple[int, int]:
+    """`(i, N)`: the share `i` of `N`, counted from zero."""
+    if not isinstance(worker, (tuple, list)) or len(worker) != 2:
+        raise TypeError(
+            f"{what}: worker must be a pair (i, N), the share i of N counted from 0, got {worker!r}."
+        )
+    shares = check_count(f"{what}: number of workers", worker[1])
+    if isinstance(worker[0], int) and not 0 <= worker[0] < shares:
+        raise ValueError(
+            f"{what}: worker (i, N) counts i from 0 to N − 1, got ({worker[0]}, {shares})."
+        )
+    return check_count(f"{what}: worker", worker[0], least=0, most=shares - 1), shares
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     """The value, which must be one of these names."""
     if isinstance(value, str) and value in choices:

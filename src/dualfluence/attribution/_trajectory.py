@@ -14,6 +14,7 @@ from jaxtyping import Array, PyTree
 
 from .._support.archive import digest_of_all
 from .._support.checks import check_finite, check_queries, check_rows
+from .._support.options import check_worker
 from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
 from .._support.show import Shown
@@ -186,6 +187,7 @@ def attribute_runs(
     combine: str = "shrunk",
     rank: int = PROJECTED_RANK,
     folder: Any = None,
+    worker: tuple[int, int] | None = None,
     progress: bool | ProgressFn = True,
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
@@ -212,6 +214,9 @@ def attribute_runs(
       network; see `shrunk`.
     - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
       the same result, bit for bit.
+    - `worker`: `(i, N)` scores the share `i` of `N`, counted from 0: every `N`-th checkpoint, into a
+      `folder` that all shares have in common. The result is the mean of that share. The same call
+      without `worker` then checks and combines all of them, and scores what is missing.
 
     **Returns:** `Attribution` without a unit; positive means that leaving the point out raises the
     query's loss.
@@ -234,27 +239,54 @@ def attribute_runs(
             'Trajectory: method="projected" takes random projections instead of probes. Give one of them.'
         )
     options = _Options(loss, method, use, leverage, combine, rank)
+    every = [(r, k) for r, run in enumerate(runs) for k in range(run.num_checkpoints)]
+    work = _share(every, worker, folder)
     pieces = Pieces(folder, _fingerprint(data, options))
     total = np.zeros((data.xq.shape[0], data.x.shape[0]))
     squares, beside = np.zeros_like(total), []
-    count = sum(run.num_checkpoints for run in runs)
+    count = len(work)
     with Ticker(count, "checkpoints", progress) as ticker:
-        for r, run in enumerate(runs):
-            for k in range(run.num_checkpoints):
-                piece = pieces.get(
-                    f"run-{r:03d}-checkpoint-{k:03d}",
-                    lambda run=run, r=r, k=k: _normalised(run, r, k, data, options),
-                    lambda run=run, k=k: _digest_run(run, k),
-                ).astype(float)
-                scores = piece[:, BESIDE:]
-                total, squares = total + scores, squares + scores**2
-                beside.append(piece[:, :BESIDE])
-                ticker.tick()
+        for r, k in work:
+            run = runs[r]
+            piece = pieces.get(
+                f"run-{r:03d}-checkpoint-{k:03d}",
+                lambda run=run, r=r, k=k: _normalised(run, r, k, data, options),
+                lambda run=run, k=k: _digest_run(run, k),
+            ).astype(float)
+            scores = piece[:, BESIDE:]
+            total, squares = total + scores, squares + scores**2
+            beside.append(piece[:, :BESIDE])
+            ticker.tick()
     values = total / count
     if combine == "shrunk":
         values = shrunk(values, squares / count - values**2, INDEPENDENT * len(runs))
     seconds = time.perf_counter() - start
-    return _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
+    result = _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
+    if worker is None:
+        return result
+    said = (
+        f"share {worker[0]} of {worker[1]}: {count} checkpoints; call without worker to combine all"
+    )
+    return replace(result, notes=(*result.notes, said))
+
+
+def _share(
+    work: list[tuple[int, int]], worker: tuple[int, int] | None, folder: Any
+) -> list[tuple[int, int]]:
+    """The runs and checkpoints of one worker, or all of them."""
+    if worker is None:
+        return work
+    number, shares = check_worker("Trajectory", worker)
+    if folder is None:
+        raise ValueError(
+            "Trajectory: worker=(i, N) needs folder=..., where all shares leave their scores."
+        )
+    if shares > len(work):
+        raise ValueError(
+            f"Trajectory: {shares} workers for {len(work)} checkpoints leave some without any. Take at "
+            f"most {len(work)}."
+        )
+    return work[number::shares]
 
 
 def _probes(probes: Any, data: "_Data", loss: AbstractLoss) -> tuple[Probes | None, str]:

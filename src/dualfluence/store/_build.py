@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.archive import digest
-from .._support.checks import as_array, check_points
 from .._support.files import FileError, in_words, locked, remove_stale, system_error
 from .._support.memory import STORED_TILE_BYTES
 from .._support.options import (
@@ -27,15 +26,18 @@ from .._support.options import (
     check_flag,
     check_path,
     check_progress,
+    check_worker,
     maybe,
 )
 from .._support.points import form_of
 from .._support.progress import ProgressFn, Ticker
+from .._support.rows import DiskRows, Rows, as_rows, blocks
 from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
 from ._format import (
     HEADER,
     LOCK,
+    SHARES,
     STORAGE,
     Header,
     Record,
@@ -60,6 +62,7 @@ def build(
     dtype: str | None = None,
     verify: bool = True,
     wait: bool = True,
+    worker: tuple[int, int] | None = None,
     progress: bool | ProgressFn = True,
 ) -> Store:
     """Compute `K(x, x)` into the folder `path`, or finish what an earlier call began.
@@ -69,9 +72,15 @@ def build(
     triangle is computed and stored. Several processes may call this with the same path: one builds, the
     others wait for it, and one of them continues if it dies.
 
+    Several processes share the work with `worker`: call `build` in each with its own share, on one
+    machine or on several with a common folder, in any order. A share that was killed is started
+    again and continues. Then call `build` without `worker`: it compares every tile with its checksum
+    and computes what is missing.
+
     **Arguments:**
 
-    - `model`, `x`: as for `fit`.
+    - `model`, `x`: as for `fit`. An array on disk (`np.load(path, mmap_mode="r")`, TensorStore, zarr,
+      HDF5) is read a block of rows at a time; `spool` makes one of batches.
     - `path`: a folder, new, empty or with a store of the same model and points; any other is refused.
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)` that serve several outputs.
     - `tile`: points per side of a tile, by default such that a tile has 64 MiB.
@@ -79,8 +88,10 @@ def build(
       disk, with an error that `store.error` states.
     - `verify`: compare existing tiles with their checksums, and recompute those that do not match.
     - `wait`: `False` raises `StoreError` at once if another process is building this store.
+    - `worker`: `(i, N)` computes the share `i` of `N`, counted from 0: every `N`-th tile.
 
-    **Returns:** `Store`; pass `store.operator()` to `fit(..., kernel=...)`.
+    **Returns:** `Store`; pass `store.operator()` to `fit(..., kernel=...)`. It lacks the tiles of other
+    shares until these are done.
     """
     path = check_path("store", path)
     num_outputs = maybe(check_count, "store: num_outputs", num_outputs)
@@ -89,27 +100,67 @@ def build(
     check_flag("store: verify", verify)
     check_flag("store: wait", wait)
     check_progress("store", progress)
+    share = maybe(check_worker, "store", worker)
     form = form_of("store: x", x)
     source = as_source(model, x)
-    points = np.asarray(as_array("store: x", x) if form is None else form.pack("store: x", x))
-    check_points("store: x", points)
+    points = as_rows("store: x", x if form is None else form.pack("store: x", x))
     header = _header(source, points, num_outputs, tile, dtype)
     is_done = Store.is_sound if verify else Store.is_recorded
     store = _find(path, header)
     # Records are looked at first: what is not complete is verified under the lock, once.
     if store is not None and store.complete and all(is_done(store, t) for t in header.tiles):
         return store  # nothing to write: a complete store may be read-only
-    with _alone(path, wait, progress):
-        store = _find(path, header)
-        if store is None:
-            with _in_words(path):
-                write_header(path, header)
-            store = Store(path, header)
-        _clean(store)
-        missing = [tile for tile in header.tiles if not is_done(store, tile)]
-        _check_space(store, missing)
-        _fill(source, points, store, missing, progress)
+    with ExitStack() as held:
+        with _alone(path, LOCK, wait, progress):
+            store = _find(path, header)
+            if store is None:
+                with _in_words(path):
+                    write_header(path, header)
+                store = Store(path, header)
+            if share is None:
+                # Shares that are still being computed are waited for; then no other process writes.
+                for lock in sorted(path.glob(SHARES)):
+                    held.enter_context(_alone(path, lock.name, wait, progress))
+                _clean(store)
+                _complete(source, points, store, header.tiles, is_done, progress)
+                return store
+            held.enter_context(_alone(path, _share_lock(path, share), wait, progress))
+            store.can_open()  # writes the description of the array
+        tiles = header.tiles[share[0] :: share[1]]
+        _complete(source, points, store, tiles, is_done, progress)
     return store
+
+
+def _complete(
+    source: AbstractSource,
+    x: Rows,
+    store: Store,
+    tiles: list[tuple[int, int]],
+    is_done: Callable[[Store, tuple[int, int]], bool],
+    progress: bool | ProgressFn,
+) -> None:
+    """Compute those of the tiles that are not done."""
+    missing = [tile for tile in tiles if not is_done(store, tile)]
+    _check_space(store, missing)
+    _fill(source, x, store, missing, progress)
+
+
+def _share_lock(path: Path, share: tuple[int, int]) -> str:
+    """The name of a share's lock file; an error while shares of another number are being computed."""
+    number, shares = share
+    name = SHARES.replace("*", str(number), 1).replace("*", str(shares))
+
+    def refuse(process: str) -> None:
+        raise StoreError(
+            f"store: process {process} computes a share of {path} of another number than {shares}. "
+            "Give every worker the same N, or wait for it."
+        )
+
+    for lock in path.glob(SHARES):
+        if not lock.name.endswith(f"-of-{shares}.lock"):
+            with _in_words(path), locked(lock, refuse):
+                pass
+    return name
 
 
 def _find(path: Path, header: Header) -> Store | None:
@@ -142,8 +193,8 @@ def _check_empty(path: Path) -> None:
 
 
 @contextmanager
-def _alone(path: Path, wait: bool, progress: bool | ProgressFn) -> Iterator[None]:
-    """The only process that writes to the store, or `StoreError`."""
+def _alone(path: Path, lock: str, wait: bool, progress: bool | ProgressFn) -> Iterator[None]:
+    """The only process that holds this lock of the store, or `StoreError`."""
 
     def busy(process: str) -> None:
         words = f"store: {path} is being built by process {process}"
@@ -155,7 +206,7 @@ def _alone(path: Path, wait: bool, progress: bool | ProgressFn) -> Iterator[None
     with ExitStack() as stack:
         with _in_words(path):
             path.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(locked(path / LOCK, busy))
+            stack.enter_context(locked(path / lock, busy))
         yield
 
 
@@ -206,7 +257,7 @@ def _check_space(store: Store, missing: list[tuple[int, int]]) -> None:
 
 def _fill(
     source: AbstractSource,
-    x: np.ndarray,
+    x: Rows,
     store: Store,
     missing: list[tuple[int, int]],
     progress: bool | ProgressFn,
@@ -260,11 +311,11 @@ def _reason(text: str) -> str:
 
 
 def _tile(
-    source: AbstractSource, x: np.ndarray, header: Header, tile: tuple[int, int]
+    source: AbstractSource, x: Rows, header: Header, tile: tuple[int, int]
 ) -> tuple[np.ndarray, Record]:
     """The tile as stored, and its checksum and storage error."""
     size = min(header.tile, header.num_points)
-    parts = [pad_rows(x, k * header.tile, size) for k in tile]
+    parts = [pad_rows(x[k * header.tile : k * header.tile + size], 0, size) for k in tile]
     block = np.asarray(source.block(parts[0], parts[1], False))
     side = size * header.per_point
     rows, cols = (header.rows(k) for k in tile)
@@ -284,7 +335,7 @@ def _tile(
 
 def _header(
     source: AbstractSource,
-    x: np.ndarray,
+    x: Rows,
     num_outputs: int | None,
     tile: int | None,
     dtype: str | None,
@@ -310,11 +361,12 @@ def _header(
     )
 
 
-def fingerprint(source: AbstractSource, x: np.ndarray) -> str:
+def fingerprint(source: AbstractSource, x: Rows) -> str:
     """SHA-256 of the points and of every array (parameters) from which the kernel is computed."""
     total = hashlib.sha256()
     for array in [x, *jax.tree.leaves(eqx.filter(source, eqx.is_array_like))]:
-        value = np.ascontiguousarray(np.asarray(array))
+        value = array if isinstance(array, DiskRows) else np.atleast_1d(np.asarray(array))
         total.update(f"{value.shape}{value.dtype}".encode())
-        total.update(value.tobytes())
+        for _, block in blocks(value):
+            total.update(np.ascontiguousarray(block).tobytes())
     return total.hexdigest()

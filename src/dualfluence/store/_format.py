@@ -4,6 +4,7 @@
     path/kernel/              a zarr array, one uncompressed chunk per tile, upper triangle only
     path/tiles/3.7.json       checksum and storage error of tile (3, 7)
     path/build.lock           held by the process that builds; the system frees it when that ends
+    path/share-0-of-4.lock    held by the process that computes that share; then build.lock is free
 
 Header and records have checksums, and a record names its store and tile. A tile counts as written once
 its record exists. The record is written last and renamed into place, and TensorStore renames chunks
@@ -25,7 +26,7 @@ from .._support.records import from_plain
 
 FORMAT, VERSION = "dualfluence-kernel-store", 2
 STORAGE = ("float16", "bfloat16", "float32", "float64")
-HEADER, LOCK = "header.json", "build.lock"
+HEADER, LOCK, SHARES = "header.json", "build.lock", "share-*-of-*.lock"
 
 
 class StoreError(FileError):
