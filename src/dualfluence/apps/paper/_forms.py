@@ -1,25 +1,29 @@
 r"""Removal by the paper's own systems, `KWK + λK` instead of `λI + WK`, for comparison.
 
-If `K` has full rank, the solution is that of the step (★). The condition number is squared, and an
-iteration takes two products with `K`. The systems hold for a removal from a stationary point.
+If `K` has full rank, the solution is that of the step (★). The condition number is that of (★) times,
+about, that of `K`, and an iteration takes two products with `K`. The systems hold for a removal from a
+stationary point.
 """
 
 import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..._support.compile import filter_jit
 from ..._support.precision import HIGHEST
 from ...losses import AbstractFactor
 from ...operators import AbstractKernelOperator, DenseOperator
+from ...operators._sharded import ShardedOperator
 from ...problem._objective import Problem, State
 from ...solvers import conjugate_gradients
+from ._mesh import RetainedRows, everywhere, retained_rows
 
 RESIDUAL_SLACK = 2.0
 """Factor by which the residual, computed after conjugate gradients, may exceed `rtol`.
@@ -65,7 +69,7 @@ class PaperDirect(AbstractPaperForm):
     """Eq. 12, reduced to the retained points: `K_rr W K_rr + λK_rr` is formed and solved directly.
 
     - `rtol`: relative residual that counts as solved. By default the root of the dtype's precision:
-      squaring the condition number costs half of the digits.
+      at a small ridge the condition number is nearly squared, which costs half of the digits.
     """
 
     rtol: float | None = None
@@ -94,27 +98,33 @@ class PaperCG(AbstractPaperForm):
 
     - `max_steps`: iterations at most; 500 in the paper's experiments.
     - `rtol`: relative residual to stop at; 1e-8 in the paper's experiments.
-    - `mesh`: devices that share the rows of `K_rr`, as in the paper's second version; none by default.
+    - `mesh`: devices that share the rows of `K_rr`, as in the paper's second version. Each holds its
+      rows only, padded where they do not divide. By default the devices of a `K` that was fitted on a
+      mesh, else none.
     """
 
     max_steps: int = 500
     rtol: float = 1e-8
-    mesh: Mesh | None = None
+    mesh: Mesh | Sequence[Any] | None = None
 
     def solve(
         self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
     ) -> FormSolution:
         keep, gone = _split(before, after)
-        K_rr = _slice(op, keep)
-        if self.mesh is not None and not K_rr.is_kronecker:
-            K_rr = DenseOperator(place_rows(K_rr.entries(), self.mesh), K_rr.num_outputs)
         rows = jnp.asarray(keep)
         rhs = _reduced_rhs(op, before, after, state, rows, jnp.asarray(gone))
         mass, rtol = _retained_mass(before, keep, rhs.dtype), jnp.asarray(self.rtol, rhs.dtype)
-        found = _reduced_cg(K_rr, after, state, rows, mass, rhs, rtol, self.max_steps)
-        if self.mesh is not None:
-            # Back to one device, or the whole of K would follow the solution onto the mesh.
-            found = jax.device_put(found, jax.devices()[0])
+        given = (after, state, rows, mass, rhs, rtol)
+        place = self.mesh
+        if place is None and op.layout.sharding is not None:
+            place = op.layout.sharding.mesh
+        if place is None:
+            found = _reduced_cg(_slice(op, keep), *given, self.max_steps)
+        else:
+            K_rr = retained_rows(_with_entries(op), keep, place)
+            given = everywhere(given, K_rr.placement)
+            # To the host, or the whole of K would follow the solution onto the mesh.
+            found = jax.device_get(_reduced_cg(K_rr, *given, self.max_steps))
         delta = _at_all_rows(state, found.x, keep, gone)
         return _after_cg(found, delta, products=8, rtol=self.rtol)
 
@@ -139,14 +149,6 @@ class PaperFull(AbstractPaperForm):
         return _after_cg(found, found.x, products=6, rtol=self.rtol)
 
 
-def place_rows(matrix: jax.Array, mesh: Mesh) -> jax.Array:
-    """Rows spread over the mesh; it uses the largest number of devices that divides them evenly."""
-    devices = mesh.devices.reshape(-1)
-    count = max(k for k in range(1, len(devices) + 1) if matrix.shape[0] % k == 0)
-    part = Mesh(devices[:count], mesh.axis_names)
-    return jax.device_put(matrix, NamedSharding(part, PartitionSpec(mesh.axis_names[0], None)))
-
-
 def _split(before: Problem, after: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Positions kept and removed; an error if the edit is anything but a removal."""
     old, new = np.asarray(before.weights), np.asarray(after.weights)
@@ -166,9 +168,15 @@ def _retained_mass(before: Problem, keep: np.ndarray, dtype: Any) -> Float[Array
     return jnp.asarray(np.asarray(before.weights)[keep].sum(), dtype)
 
 
+def _with_entries(op: AbstractKernelOperator) -> AbstractKernelOperator:
+    """`op`, or its entries if it holds none."""
+    if op.has_entries or isinstance(op, ShardedOperator):
+        return op
+    return DenseOperator(op.dense(), op.num_outputs)
+
+
 def _slice(op: AbstractKernelOperator, keep: np.ndarray) -> AbstractKernelOperator:
-    held = op if op.has_entries else DenseOperator(op.dense(), op.num_outputs)
-    return held.take(keep)
+    return _with_entries(op).take(keep)
 
 
 def _forget_gradient(
@@ -214,7 +222,7 @@ class _CGSolution(NamedTuple):
 
 
 def _solve_by_cg(
-    op: AbstractKernelOperator,
+    op: AbstractKernelOperator | RetainedRows,
     factor: AbstractFactor,
     mass: Float[Array, ""],
     ridge: Any,
@@ -235,7 +243,7 @@ def _solve_by_cg(
 
 @filter_jit
 def _reduced_cg(
-    K_rr: AbstractKernelOperator,
+    K_rr: AbstractKernelOperator | RetainedRows,
     after: Problem,
     state: State,
     keep: Array,
