@@ -114,7 +114,7 @@ class PaperCG(AbstractPaperForm):
         rows = jnp.asarray(keep)
         rhs = _reduced_rhs(op, before, after, state, rows, jnp.asarray(gone))
         mass, rtol = _retained_mass(before, keep, rhs.dtype), jnp.asarray(self.rtol, rhs.dtype)
-        given = (after, state, rows, mass, rhs, rtol)
+        given: Any = (after, state, rows, mass, rhs, rtol)
         place = self.mesh
         if place is None and op.layout.sharding is not None:
             place = op.layout.sharding.mesh
