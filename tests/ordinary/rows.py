@@ -3,6 +3,7 @@
 from . import (
     rows_adapters,
     rows_attribution,
+    rows_audit,
     rows_fits,
     rows_infinite,
     rows_layers,
@@ -19,6 +20,7 @@ from . import (
 __all__ = [
     "rows_adapters",
     "rows_attribution",
+    "rows_audit",
     "rows_fits",
     "rows_infinite",
     "rows_layers",

@@ -14,6 +14,7 @@ from ._linen import from_linen as from_linen
 from ._nnx import from_nnx as from_nnx
 from ._records import adam_record as adam_record
 from ._records import sgd_record as sgd_record
+from ._text import HashedText as HashedText
 from ._torch import from_torch as from_torch
 
 if TYPE_CHECKING:

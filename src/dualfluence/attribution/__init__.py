@@ -5,6 +5,8 @@ from ._attribution import Attribution as Attribution
 from ._attribution import GroupAttribution as GroupAttribution
 from ._attribution import Ranked as Ranked
 from ._attribution import Top as Top
+from ._audit_record import Audit as Audit
+from ._audit_record import Finding as Finding
 from ._probes import LeadingProbes as LeadingProbes
 from ._probes import RandomProbes as RandomProbes
 from ._ridge_path import RidgePath as RidgePath
