@@ -59,6 +59,84 @@ def test_audit_writes_one_page_and_a_row_for_each_point(tmp_path):
     assert sorted(int(r["suspicion_rank"]) for r in rows) == list(range(1, 41))
 
 
+def test_audit_of_arrays_writes_findings_with_pictures(tmp_path):
+    small = datasets.load("mnist-small")
+    path = _file(tmp_path, xq=small.x_train[:2], yq=small.y_train[:2])
+    out = _run("audit", "--data", path, "--out", tmp_path / "o")
+    assert out.exit_code == 0, out.output
+    assert "Audit of 40 training points of 10 classes" in out.output
+    page = (tmp_path / "o" / "findings.html").read_text()
+    assert page.count("the same as training point") == 2
+    assert "data:image/png;base64," in page
+    assert "http" not in page.replace("http-equiv", "")
+    rows = list(csv.DictReader((tmp_path / "o" / "findings.csv").open()))
+    leaks = [r for r in rows if r["kind"] == "leak"]
+    assert [(r["split"], r["index"], r["partner"]) for r in leaks] == [
+        ("test", "0", "0"),
+        ("test", "1", "1"),
+    ]
+
+
+def test_audit_of_a_model_of_ones_own_looks_at_that_model(tmp_path):
+    name = "dualfluence.apps.attribute.example:small_network"
+    out = _run("audit", "--data", _file(tmp_path), "--model", name, "--out", tmp_path / "o")
+    assert out.exit_code == 0, out.output
+    assert "infinitely wide" not in (tmp_path / "o" / "findings.html").read_text()
+
+
+def _table(path, rows):
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    return path
+
+
+TEXTS = [("fruit", f"apple pie {k % 3}") for k in range(8)] + [
+    ("car", f"car engine {k % 3}") for k in range(8)
+]
+
+
+def test_audit_of_a_table_of_texts(tmp_path):
+    rows = [["label", "what"], *TEXTS[:-1], ("fruit", "<b>car engine</b>")]
+    path = _table(tmp_path / "t.csv", rows)
+    out = _run("audit", "--data", path, "--text", "what", "--out", tmp_path / "o")
+    assert out.exit_code == 0, out.output
+    page = (tmp_path / "o" / "findings.html").read_text()
+    assert "&lt;b&gt;car engine" in page
+    assert "<b>car" not in page
+    assert not (tmp_path / "o" / "audit.html").exists()
+
+
+def test_audit_of_a_table_of_numbers_and_names(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [[f"{v:.3f}", "left" if v > 0 else "right", f"{2 * v:.3f}"] for v in rng.normal(size=30)]
+    rows[4][2] = "50.5"
+    path = _table(tmp_path / "t.csv", [["a", "side", "label"], *rows])
+    out = _run("audit", "--data", path, "--out", tmp_path / "o")
+    assert out.exit_code == 0, out.output
+    first = next(csv.DictReader((tmp_path / "o" / "findings.csv").open()))
+    assert (first["kind"], first["index"], first["given"]) == ("label", "4", "50.5")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "words"),
+    [
+        ("", (), "expected rows"),
+        ("label,x\n", (), "expected rows"),
+        ("label,x\na,1\nb\n", (), "expected 2 columns"),
+        ("label,x\na,\nb,2\na,3\n", (), "1 of 3 cells are empty"),
+        ("y,x\na,1\nb,2\n", (), "--label: expected one of"),
+        ("label,x\na,1\nb,2\n", ("--text", "words"), "--text: expected one of"),
+        ("label,x\na,1\nb,2\na,3\n", ("--model", "m:f"), "library's own model"),
+    ],
+)
+def test_bad_tables_say_what_is_wrong(text, options, words, tmp_path):
+    (tmp_path / "t.csv").write_text(text)
+    out = _run("audit", "--data", tmp_path / "t.csv", "--out", tmp_path / "o", *options)
+    assert isinstance(out.exception, ValueError)
+    assert words in str(out.exception)
+    assert not (tmp_path / "o" / "findings.html").exists()
+
+
 def test_a_model_of_the_users_own_is_taken_by_name(tmp_path):
     name = "dualfluence.apps.attribute.example:small_network"
     out = _run("attribute", "--data", _file(tmp_path), "--model", name, "--out", tmp_path / "o")

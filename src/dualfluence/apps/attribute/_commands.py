@@ -23,6 +23,10 @@ Points = Annotated[int | None, typer.Option(min=2, help="Number of points, from 
 Queries = Annotated[int, typer.Option(min=1, help="Number of queries, from the first.")]
 Ridge = Annotated[float, typer.Option(help="λ of the ridge.")]
 FOLDER = Path("dualfluence-attribution")
+TABLES = (
+    "Data as .npz (x, y, xq, yq, perhaps groups), or a table .csv or .tsv, perhaps .gz. "
+    "By default mnist-small."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -50,23 +54,47 @@ def register(app: typer.Typer) -> None:
 
     @app.command(name="audit")
     def audit_command(
-        data: Data = None,
+        data: Annotated[Path | None, typer.Option(help=TABLES)] = None,
+        label: Annotated[str, typer.Option(help="For a table: column of the labels.")] = "label",
+        text: Annotated[str | None, typer.Option(help="For a table: column of texts.")] = None,
         model: Model = None,
         out: Out = Path("dualfluence-audit"),
-        points: Points = None,
+        points: Annotated[
+            int | None, typer.Option(min=3, help="Number of points, from the first.")
+        ] = None,
         queries: Queries = 200,
         ridge: Ridge = 1e-3,
+        threshold: Annotated[
+            float, typer.Option(help="Probability from which a label is called wrong.")
+        ] = 0.5,
+        near: Annotated[
+            float, typer.Option(help="Distance of near duplicates; 1 is that of usual neighbours.")
+        ] = 0.25,
     ) -> None:
-        """Rank labels that look wrong, harmful and isolated points, and the effect of groups."""
-        from ._audit import audit
-        from ._page import write_audit
+        """Find wrong labels, near duplicates, leaks, and points that decide all or nothing."""
+        from rich.console import Console
 
-        result = _answered(audit, data, model, out, points, queries, ridge=ridge)
-        page, table = out / "audit.html", out / "audit.csv"
-        write_audit(result, page, table)
-        worst = result["suspicion"].argsort()[::-1][:10]
-        typer.echo(f"Most suspicious labels: points {', '.join(map(str, worst))}")
-        typer.echo(f"Page: {page}  Table: {table}")
+        from ..._support.files import check_writable
+        from ._inspect import inspect
+
+        check_writable(out / "findings.html")
+        console = Console()
+        with console.status("starting") as status:
+            found, written = inspect(
+                data,
+                label=label,
+                text=text,
+                model=model,
+                out=out,
+                points=points,
+                queries=queries,
+                ridge=ridge,
+                threshold=threshold,
+                near=near,
+                report=lambda words: status.update(f"{words} …"),
+            )
+        console.print(f"{found!r}", soft_wrap=True, markup=False)
+        console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
 
 
 def _answered(

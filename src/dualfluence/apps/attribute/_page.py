@@ -38,7 +38,7 @@ the error falls. The number is the change of the error (loss) without the exampl
         for q in range(len(data.xq)):
             for r, (i, v) in enumerate(zip(ranked.indices[q], ranked.values[q], strict=True)):
                 rows.append((q, kind, r + 1, int(i), label(data.y, int(i)), f"{v:.8g}"))
-    _write_csv(table, rows)
+    write_csv(table, rows)
 
 
 def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
@@ -55,7 +55,7 @@ def write_audit(result: dict[str, Any], page: Path, table: Path) -> None:
         other = "" if predicted is None else int(predicted[i])
         numbers = (f"{suspicion[i]:.8g}", place[i], f"{harm[i]:.8g}", f"{alone[i]:.8g}")
         rows.append((i, label(data.y, i), other, *numbers))
-    _write_csv(table, rows)
+    write_csv(table, rows)
 
 
 def _content(result: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def _notes(result: dict[str, Any]) -> str:
     return html.escape(f"Ridge {result['ridge']:g}; {notes}; {result['seconds']:.1f} s in all.")
 
 
-def _write_csv(path: Path, rows: list[tuple[Any, ...]]) -> None:
+def write_csv(path: Path, rows: list[tuple[Any, ...]]) -> None:
     text = io.StringIO(newline="")
     csv.writer(text).writerows(rows)
     write_whole(path, text.getvalue())

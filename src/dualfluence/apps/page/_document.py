@@ -9,6 +9,10 @@ import numpy as np
 
 from ..._support.files import write_whole
 from ...attribution._attribution_plot import as_picture
+from ._write import POLICY
+
+STILL = POLICY + "style-src 'unsafe-inline'"
+"""Rules for browsers: a page of this kind runs nothing."""
 
 CARDS = """
 body{font:16px/1.5 system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem}
@@ -32,6 +36,7 @@ def write_document(path: Path, title: str, body: str, style: str = CARDS) -> Non
     page = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{STILL}">'
         f"<title>{html.escape(title)}</title><style>{style}</style></head><body>{body}</body></html>\n"
     )
     write_whole(path, page)
@@ -43,18 +48,22 @@ def png_image(content: bytes, name: str) -> str:
     return f'<img alt="{html.escape(name)}" src="data:image/png;base64,{data}">'
 
 
-def card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
-    """A point as a picture, or its first numbers, above its name and caption."""
+def look(features: np.ndarray, name: str) -> str:
+    """A point as a picture, or its first numbers."""
     picture = as_picture(features)
     if picture is None:
         text = np.array2string(np.asarray(features).ravel()[:6], precision=2, separator=" ")
-        shown = f"<code>{html.escape(text)}</code>"
-    else:
-        from matplotlib.image import imsave
+        return f"<code>{html.escape(text)}</code>"
+    from matplotlib.image import imsave
 
-        buffer = io.BytesIO()
-        imsave(buffer, picture, cmap="gray_r", format="png", vmin=0, vmax=1)
-        shown = png_image(buffer.getvalue(), name)
+    buffer = io.BytesIO()
+    imsave(buffer, picture, cmap="gray_r", format="png", vmin=0, vmax=1)
+    return png_image(buffer.getvalue(), name)
+
+
+def card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
+    """A point's look above its name and caption."""
+    shown = look(features, name)
     return f'<div class="card {kind}">{shown}{html.escape(name)}<br>{caption}</div>'
 
 
