@@ -13,6 +13,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import dualfluence as dfl  # noqa: E402
 from dualfluence.apps.paper import PaperCG, remove  # noqa: E402
+from dualfluence.apps.paper._forms import _with_entries  # noqa: E402
 from dualfluence.apps.paper._mesh import retained_rows  # noqa: E402
 
 N, C, GONE = 13, 3, [2, 7]  # 11 points stay: neither 2 nor 8 divides them
@@ -50,6 +51,6 @@ for kind in ("dense", "kronecker"):
         place = mesh if where == "one" else None
         key, form = f"{kind}/{count}", PaperCG(mesh=place)
         results[key] = np.asarray(remove(fitted, dfl.Remove(GONE), form=form).delta_alpha)
-        held = retained_rows(fitted.kernel_op, keep, mesh).bytes_per_device
+        held = retained_rows(_with_entries(fitted.kernel_op), keep, mesh).bytes_per_device
         results[f"{key}/bytes"] = np.asarray(held)
 np.savez(sys.argv[1], **results)

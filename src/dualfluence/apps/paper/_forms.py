@@ -20,7 +20,6 @@ from ..._support.compile import filter_jit
 from ..._support.precision import HIGHEST
 from ...losses import AbstractFactor
 from ...operators import AbstractKernelOperator, DenseOperator
-from ...operators._sharded import ShardedOperator
 from ...problem._objective import Problem, State
 from ...solvers import conjugate_gradients
 from ._mesh import RetainedRows, everywhere, retained_rows
@@ -114,17 +113,19 @@ class PaperCG(AbstractPaperForm):
         rows = jnp.asarray(keep)
         rhs = _reduced_rhs(op, before, after, state, rows, jnp.asarray(gone))
         mass, rtol = _retained_mass(before, keep, rhs.dtype), jnp.asarray(self.rtol, rhs.dtype)
-        given: Any = (after, state, rows, mass, rhs, rtol)
         place = self.mesh
         if place is None and op.layout.sharding is not None:
             place = op.layout.sharding.mesh
+        given: Any = (after, state, rows, mass, rhs)
         if place is None:
-            found = _reduced_cg(_slice(op, keep), *given, self.max_steps)
+            block = _slice(op, keep)
         else:
-            K_rr = retained_rows(_with_entries(op), keep, place)
-            given = everywhere(given, K_rr.placement)
+            block = retained_rows(_with_entries(op), keep, place)
+            *given, rtol = everywhere((*given, rtol), block.placement)
+        found = _reduced_cg(block, *given, rtol=rtol, max_steps=self.max_steps)
+        if place is not None:
             # To the host, or the whole of K would follow the solution onto the mesh.
-            found = jax.device_get(_reduced_cg(K_rr, *given, self.max_steps))
+            found = jax.device_get(found)
         delta = _at_all_rows(state, found.x, keep, gone)
         return _after_cg(found, delta, products=8, rtol=self.rtol)
 
@@ -169,10 +170,9 @@ def _retained_mass(before: Problem, keep: np.ndarray, dtype: Any) -> Float[Array
 
 
 def _with_entries(op: AbstractKernelOperator) -> AbstractKernelOperator:
-    """`op`, or its entries if it holds none."""
-    if op.has_entries or isinstance(op, ShardedOperator):
-        return op
-    return DenseOperator(op.dense(), op.num_outputs)
+    """`op`, what it holds on a mesh, or the entries of one that holds none."""
+    held = op if op.layout.sharding is None else getattr(op, "op", op)
+    return held if held.has_entries else DenseOperator(op.dense(), op.num_outputs)
 
 
 def _slice(op: AbstractKernelOperator, keep: np.ndarray) -> AbstractKernelOperator:
@@ -249,6 +249,7 @@ def _reduced_cg(
     keep: Array,
     mass: Float[Array, ""],
     rhs: Float[Array, "r c"],
+    *,
     rtol: Float[Array, ""],
     max_steps: int,
 ) -> _CGSolution:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from ...operators import AbstractKernelOperator
 from ...operators._devices import from_parts, on_each_device
 from ...operators._layout import AXIS, Device, Layout, map_shards, on_mesh
-from ...operators._sharded import EVERY, ROWS, ShardedOperator
+from ...operators._sharded import EVERY, ROWS
 
 
 class RetainedRows(eqx.Module):
@@ -48,12 +48,12 @@ class RetainedRows(eqx.Module):
 
 
 def retained_rows(op: AbstractKernelOperator, keep: np.ndarray, mesh: Any) -> RetainedRows:
-    """The block of the rows `keep`, sorted, of a dense or Kronecker `op` on one device or on a mesh.
+    """The block of the rows `keep`, sorted, of a dense or Kronecker `op`.
 
+    Its entries may be on one device or spread over a mesh.
     Every device takes its rows from where they are. No device holds the whole block at any time.
     """
-    held = op.op if isinstance(op, ShardedOperator) else op
-    K, layout = held.entries(), on_mesh(len(keep), mesh)
+    K, layout = op.entries(), on_mesh(len(keep), mesh)
     each = K.shape[0] // op.num_points
     columns = (keep[:, None] * each + np.arange(each)).reshape(-1)
     size = layout.num_rows * each
@@ -65,7 +65,7 @@ def retained_rows(op: AbstractKernelOperator, keep: np.ndarray, mesh: Any) -> Re
         return jnp.pad(block, ((0, missing[0]), (0, missing[1]))) if any(missing) else block
 
     matrix = from_parts(on_each_device(take, layout), layout, (size, size))
-    return RetainedRows(matrix, len(keep), layout, held.product_precision)
+    return RetainedRows(matrix, len(keep), layout, op.product_precision)
 
 
 def _rows_from(K: Array, rows: np.ndarray, columns: np.ndarray, device: Device) -> Array:
