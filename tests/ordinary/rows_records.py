@@ -53,7 +53,11 @@ def measures_of_models(at):
     np.testing.assert_allclose(report.test, metrics.accuracy(at.f0q, at.query_labels))
 
 
-@row("datasets.load", "datasets.Dataset", "datasets.subset", "datasets.plus_minus_one", once=True)
+@row(
+    *("datasets.load", "datasets.Dataset", "datasets.Dataset.take"),
+    *("datasets.subset", "datasets.plus_minus_one"),
+    once=True,
+)
 def the_embedded_digits(at):
     data = datasets.load("mnist-small")
     assert isinstance(data, datasets.Dataset)
@@ -62,6 +66,11 @@ def the_embedded_digits(at):
     np.testing.assert_array_equal(two.y_train, [4, 7, 4, 7, 4, 7])
     first = np.flatnonzero(data.y_train == 4)[:3]
     np.testing.assert_array_equal(two.x_train[::2], data.x_train[first])
+    few = data.take(np.array([7, 3]), data.y_test == 4)
+    np.testing.assert_array_equal(few.x_train, data.x_train[[7, 3]])
+    np.testing.assert_array_equal(few.y_train, data.y_train[[7, 3]])
+    np.testing.assert_array_equal(few.x_test, data.x_test[data.y_test == 4])
+    np.testing.assert_array_equal(few.y_test, 4)
     signs = datasets.plus_minus_one(two.y_train, 4, 7)
     np.testing.assert_array_equal(signs[:, 0], [-1, 1, -1, 1, -1, 1])
 
