@@ -1,10 +1,23 @@
 """Sphinx settings: pages in MyST Markdown, tutorials executed while building."""
 
 import hashlib
+import http.client
 import sys
+import urllib.request
 from pathlib import Path
 
 HERE = Path(__file__).parent
+OTHERS = {
+    "python": "https://docs.python.org/3/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "jax": "https://docs.jax.dev/en/latest/",
+    "equinox": "https://docs.kidger.site/equinox/",
+    "sklearn": "https://scikit-learn.org/stable/",
+}
+"""Documentation of other projects that names in signatures lead to."""
+PATIENCE = 3.0
+"""Seconds for each of them to answer. Without a network the pages are built without these links."""
+
 SOURCE = HERE.parent / "src" / "dualfluence"
 sys.path.insert(0, str(HERE / "_ext"))
 
@@ -19,12 +32,30 @@ def digest_of_source() -> str:
     return code.hexdigest()[:16]
 
 
+def has_inventory(address: str) -> bool:
+    """Whether a project's list of names can be read: Sphinx would warn, and warnings end the build."""
+    try:
+        with urllib.request.urlopen(f"{address}objects.inv", timeout=PATIENCE) as answer:
+            return answer.read(32).startswith(b"# Sphinx inventory")
+    except (OSError, ValueError, http.client.HTTPException):
+        return False
+
+
 project = "dualfluence"
 author = "the dualfluence authors"
 copyright = "the dualfluence authors, Apache-2.0"
 version = release = __version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "markdown_docstrings", "mathml", "namespaces"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
+    "markdown_docstrings",
+    "mathml",
+    "namespaces",
+    "notebooks",
+]
 exclude_patterns = ["_build", "results/README.md"]
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
@@ -35,6 +66,13 @@ nb_execution_mode = "cache"
 nb_execution_cache_path = str(HERE / "_build" / "executed" / digest_of_source())
 nb_execution_timeout = 300
 nb_merge_streams = True
+
+intersphinx_mapping = {name: (at, None) for name, at in OTHERS.items() if has_inventory(at)}
+intersphinx_timeout = 30
+intersphinx_disabled_reftypes = ["*"]  # only names in signatures, which nobody marks up
+
+copybutton_exclude = ".linenos, .gp, .go"
+copybutton_selector = "div.highlight pre"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
