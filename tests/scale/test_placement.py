@@ -17,15 +17,16 @@ from dualfluence.operators._layout import Layout, as_mesh, on_mesh
 pytestmark = pytest.mark.host
 
 WORKER = Path(__file__).with_name("worker.py")
+SCORES = Path(__file__).with_name("scores_worker.py")
 POINTS, DEVICES = 77, 8
 
 
-def start(out, *options, devices=1):
+def start(out, *options, devices=1, worker=WORKER):
     # The test waits for the compiler, not for the arithmetic: compile fast rather than well.
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     flags += f" --xla_force_host_platform_device_count={devices}"
     environment = dict(os.environ, XLA_FLAGS=flags)
-    command = [sys.executable, str(WORKER), str(out), *options]
+    command = [sys.executable, str(worker), str(out), *options]
     return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
 
 
@@ -42,16 +43,16 @@ def one_device(tmp_path_factory):
     return np.load(out)
 
 
-def on_eight_devices(out):
-    finish(start(out, "--mesh", devices=DEVICES))
+def on_eight_devices(out, worker=WORKER):
+    finish(start(out, "--mesh", devices=DEVICES, worker=worker))
 
 
-def in_two_processes(out):
+def in_two_processes(out, worker=WORKER):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = str(sock.getsockname()[1])
     options = [("--mesh", "--port", port, "--process", str(i)) for i in (0, 1)]
-    finish(*[start(out, *each, devices=1) for each in options])
+    finish(*[start(out, *each, devices=1, worker=worker) for each in options])
 
 
 @pytest.mark.thorough
@@ -62,6 +63,24 @@ def test_same_results_as_one_device_and_no_more_than_its_share(run, devices, one
     got = np.load(tmp_path / "results.npz")
     check_results(got, one_device)
     check_shares(got, devices)
+
+
+@pytest.fixture(scope="module")
+def scores_on_one_device(tmp_path_factory):
+    out = tmp_path_factory.mktemp("scores") / "results.npz"
+    finish(start(out, worker=SCORES))
+    return np.load(out)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("run", [on_eight_devices, in_two_processes])
+def test_scores_are_those_of_one_device(run, scores_on_one_device, tmp_path):
+    run(tmp_path / "results.npz", SCORES)
+    got = np.load(tmp_path / "results.npz")
+    for name, want in scores_on_one_device.items():
+        # Factors and sums in another order; solves stop at 1e-13 of their right-hand side.
+        slack = 1e-10 * np.abs(want).max()
+        np.testing.assert_allclose(got[name], want, rtol=1e-9, atol=slack, err_msg=name)
 
 
 def check_results(got, one_device):

@@ -91,10 +91,12 @@ def rank_of(factor: AbstractFactor, f: Any) -> int:
     return eqx.filter_eval_shape(root_blocks, factor, f).shape[2]
 
 
-def chosen(probes: Any, n: int, c: int, rank: int, dtype: Any) -> tuple[Probes | None, str]:
+def chosen(
+    probes: Any, n: int, c: int, rank: int, dtype: Any, devices: int = 1
+) -> tuple[Probes | None, str]:
     """What the caller's `probes` means here, or `None` for the exact form, and a note on the choice."""
     if isinstance(probes, str) and probes == "auto":
-        return _by_rule(n, c, rank, jnp.dtype(dtype).itemsize)
+        return _by_rule(n, c, rank, jnp.dtype(dtype).itemsize, devices)
     if probes is None:
         return None, ""
     if not isinstance(probes, LeadingProbes | RandomProbes):
@@ -113,10 +115,10 @@ def chosen(probes: Any, n: int, c: int, rank: int, dtype: Any) -> tuple[Probes |
     return probes, ""
 
 
-def _by_rule(n: int, c: int, rank: int, size: int) -> tuple[Probes | None, str]:
+def _by_rule(n: int, c: int, rank: int, size: int, devices: int) -> tuple[Probes | None, str]:
     """Exact where that is cheap, else the most probes up to `AUTO_PROBES` whose system fits in memory."""
-    seconds = (n * rank) ** 3 / 3 / COMPUTE[jax.default_backend()]
-    most = FULL_SHARE * total_memory()
+    seconds = (n * rank) ** 3 / 3 / COMPUTE[jax.default_backend()] / devices
+    most = FULL_SHARE * total_memory() * devices
     cheap = 2 * (n * rank) ** 2 * size <= most and seconds <= EXACT_SECONDS
     if cheap or rank <= 1:
         return None, ""

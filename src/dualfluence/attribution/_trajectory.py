@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, PyTree
 
 from .._support.archive import digest_of_all
@@ -21,9 +22,11 @@ from .._support.show import Shown
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ..operators._layout import Device, as_mesh
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
 from ._checkpoint import PROJECTED_RANK, checkpoint_scores
+from ._mesh import check_mesh, mesh_scores
 from ._pieces import Pieces
 from ._probes import LeadingProbes, Probes, RandomProbes, chosen, rank_of
 
@@ -188,6 +191,7 @@ def attribute_runs(
     rank: int = PROJECTED_RANK,
     folder: Any = None,
     worker: tuple[int, int] | None = None,
+    mesh: Mesh | Sequence[Device] | None = None,
     progress: bool | ProgressFn = True,
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
@@ -217,6 +221,8 @@ def attribute_runs(
     - `worker`: `(i, N)` scores the share `i` of `N`, counted from 0: every `N`-th checkpoint, into a
       `folder` that all shares have in common. The result is the mean of that share. The same call
       without `worker` then checks and combines all of them, and scores what is missing.
+    - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of the system and of its factor. Under
+      `jax.distributed`, call this in every process with the same data.
 
     **Returns:** `Attribution` without a unit; positive means that leaving the point out raises the
     query's loss.
@@ -232,13 +238,17 @@ def attribute_runs(
             f"Trajectory: combine must be one of {', '.join(COMBINE)}, got {combine!r}."
         )
     loss = SoftmaxCrossEntropy() if loss is None else loss
+    devices = None if mesh is None else as_mesh(mesh)
+    if devices is not None:
+        check_mesh(folder, method, devices)
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
-    use, why = (None, "") if method == "projected" else _probes(probes, data, loss)
+    count = 1 if devices is None else devices.size
+    use, why = (None, "") if method == "projected" else _probes(probes, data, loss, count)
     if method == "projected" and probes not in ("auto", None):
         raise ValueError(
             'Trajectory: method="projected" takes random projections instead of probes. Give one of them.'
         )
-    options = _Options(loss, method, use, leverage, combine, rank)
+    options = _Options(loss, method, use, leverage, combine, rank, devices)
     every = [(r, k) for r, run in enumerate(runs) for k in range(run.num_checkpoints)]
     work = _share(every, worker, folder)
     pieces = Pieces(folder, _fingerprint(data, options))
@@ -289,12 +299,14 @@ def _share(
     return work[number::shares]
 
 
-def _probes(probes: Any, data: "_Data", loss: AbstractLoss) -> tuple[Probes | None, str]:
+def _probes(
+    probes: Any, data: "_Data", loss: AbstractLoss, devices: int
+) -> tuple[Probes | None, str]:
     n, c, dtype = data.x.shape[0], data.num_outputs, data.targets.dtype
     f = jax.ShapeDtypeStruct((n, c), dtype)
     weights = jax.ShapeDtypeStruct((n,), dtype)
     factor = eqx.filter_eval_shape(loss.hess_factor, f, data.targets, weights)
-    return chosen(probes, n, c, rank_of(factor, f), dtype)
+    return chosen(probes, n, c, rank_of(factor, f), dtype, devices)
 
 
 def shrunk(mean: np.ndarray, variance: np.ndarray, independent: float) -> np.ndarray:
@@ -316,6 +328,7 @@ class _Options:
     leverage: bool
     combine: str
     rank: int
+    mesh: Mesh | None = None
 
 
 BESIDE = 2
@@ -354,19 +367,14 @@ def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options)
     """`S_t` with root mean square one for every query, behind what is said of its probes."""
     seed = options.probes.seed if isinstance(options.probes, RandomProbes) else 0
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), r), k)
-    scored = checkpoint_scores(
-        run.model(k).reading(data.form),
-        data.x,
-        data.targets,
-        data.xq,
-        data.quantity,
-        loss=options.loss,
-        ridge=run.ridge(k),
-        probes=options.probes,
-        key=key,
-        projected=options.rank if options.method == "projected" else None,
-        leverage=options.leverage,
-    )
+    given = (run.model(k).reading(data.form), data.x, data.targets, data.xq, data.quantity)
+    how: dict[str, Any] = {"loss": options.loss, "ridge": run.ridge(k), "key": key}
+    how |= {"probes": options.probes, "leverage": options.leverage}
+    if options.mesh is not None:
+        scored = mesh_scores(*given, mesh=options.mesh, **how)
+    else:
+        projected = options.rank if options.method == "projected" else None
+        scored = checkpoint_scores(*given, projected=projected, **how)
     values = np.asarray(scored.values)
     check_finite(
         f"Trajectory, checkpoint {k}",

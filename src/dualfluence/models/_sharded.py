@@ -8,11 +8,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit
 from .._support.progress import ProgressFn
+from .._support.shards import EVERY, ROWS
 from ..kernels._linearized import Linearized
 from ..operators import (
     AbstractKernelOperator,
@@ -25,8 +26,6 @@ from ..operators import (
 from ..operators._devices import from_parts, on_each_device
 from ..operators._layout import AXIS, Device, Layout, map_shards, on_mesh
 from ._sources import AbstractSource, flatten_block
-
-ROWS, EVERY = PartitionSpec(AXIS), PartitionSpec()
 
 
 class ShardedSource(AbstractSource):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -12,16 +12,19 @@ from .._support.progress import ProgressFn
 from ._layout import Device, Layout
 
 
+T = TypeVar("T")
+
+
 def on_each_device(
-    fn: Callable[[Device, slice, Any], Array],
+    fn: Callable[[Device, slice, Any], T],
     layout: Layout,
     progress: bool | ProgressFn = False,
-) -> list[Array]:
+) -> list[T]:
     """`fn(device, rows, progress)` for this process's devices, in parallel; the first one reports."""
     index_map = rows_on(layout).addressable_devices_indices_map((layout.num_rows,))
     work = [(device, index[0]) for device, index in index_map.items() if index is not None]
 
-    def run(job: tuple[int, tuple[Device, slice]]) -> Array:
+    def run(job: tuple[int, tuple[Device, slice]]) -> T:
         place, (device, index) = job
         with jax.default_device(device):
             made = fn(device, index, progress if place == 0 else False)

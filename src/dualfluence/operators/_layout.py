@@ -11,7 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-AXIS = "rows"
+from .._support.shards import AXIS as AXIS
+from .._support.shards import on_shards
 
 MIN_SPARE, MAX_SPARE = 32, 256
 """Spare rows of a kernel that has to grow. With more of them a stream of additions compiles less often,
@@ -157,14 +158,9 @@ def on_mesh(num_points: int, mesh: "Mesh | Sequence[Device]") -> Layout:
 def map_shards(
     fn: Callable[..., Any], layout: Layout, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`jax.shard_map` under the names it has had since JAX 0.6; no check of replication."""
+    """A function of the rows of each device of the layout."""
     assert layout.sharding is not None
-    mesh = layout.sharding.mesh
-    if hasattr(jax, "shard_map"):
-        return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    from jax.experimental.shard_map import shard_map
-
-    return shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_rep=False)
+    return on_shards(fn, layout.sharding.mesh, in_specs, out_specs)
 
 
 @lru_cache(maxsize=256)

@@ -6,17 +6,14 @@ from typing import Any, NoReturn
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from .._support.shards import EVERY, ROWS
 from ..kernels._linearized import Linearized
 from ._base import AbstractKernelOperator, AbstractWrapper, UnsupportedStructure
 from ._checks import check_by_products
 from ._layout import AXIS, Layout, map_shards
 from ._mixed import wide_product
-
-ROWS, EVERY = PartitionSpec(AXIS), PartitionSpec()
-"""How arrays enter a product on each device: only the rows of that device, or all of them."""
 
 
 class ShardedOperator(AbstractWrapper):

@@ -6,11 +6,12 @@ the first-order effect of leaving `i` out on the measured quantity `m_q`: positi
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_ridge
@@ -26,9 +27,11 @@ from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._gradients import gradient_products, point_gradients, rows_at_once
 from ..models._passes import outputs_at
+from ..operators._layout import Device, as_mesh
 from ..problem._quantity import Quantity, as_quantity
 from ..problem._record import OnFailure
 from ._curvature import Curvature
+from ._mesh import SpreadPoints, spread_curvature
 from ._solvers import (
     CG,
     AbstractPrimalInverse,
@@ -54,6 +57,7 @@ def attribute(
     linearised: bool = True,
     batch_size: int | None = None,
     self_influence: bool = False,
+    mesh: Mesh | Sequence[Device] | None = None,
     on_failure: OnFailure = "raise",
 ) -> Attribution:
     r"""Score every training point for every query by an influence function in parameter space.
@@ -70,6 +74,7 @@ def attribute(
     - `of`: what is measured at the queries, as in `Fitted.attribute`.
     - `batch_size`: points per product with the curvature; it changes only memory and rounding.
     - `self_influence`: also the effect of each point on itself, for one more solve per point.
+    - `mesh`: devices that share the training points; each takes a part of every batch.
     - `on_failure`: `"report"` returns the answer of a solve that did not converge, with a note.
 
     **Returns:** `Attribution`; `stats` holds the solver, its residual and the numbers it reports.
@@ -77,6 +82,7 @@ def attribute(
     began = time.perf_counter()
     linearised = check_flag("attribute: linearised", linearised)
     check_on_failure("attribute", on_failure)
+    devices = None if mesh is None else as_mesh(mesh)
     model = entered_network("attribute", model, on_failure == "raise" and solver is None)
     solver = check_primal_solver("attribute", CG() if solver is None else solver)
     with double(model.widening is not None):
@@ -84,11 +90,14 @@ def attribute(
         data, queries = start.data, start.data.queries(xq)
         quantity = as_quantity(of, loss, yq, queries.shape[0], start.num_outputs, model.dtype)
         lam = check_ridge(ridge, model.dtype)
-        curvature, f = curvature_at("attribute", start, data, lam, batch_size, linearised)
+        count = 1 if devices is None else devices.size
+        curvature, f = curvature_at("attribute", start, data, lam, batch_size, linearised, count)
         check_finite("attribute: outputs at params", f, hint="Did training diverge?")
         v = _query_directions(start.model, start.theta, queries, quantity, linearised)
         g = jnp.asarray(data.weights).astype(f.dtype)[:, None] * loss.grad(f, data.targets)
-        scorer = _Scorer(curvature, solver.inverse(curvature), data.x, g, on_failure)
+        points = None if devices is None else SpreadPoints.of(data.x, g, devices)
+        curvature = curvature if devices is None else spread_curvature(curvature, devices)
+        scorer = _Scorer(curvature, solver.inverse(curvature), data.x, g, points, on_failure)
         values = scorer.scores(queries, v)
         own = scorer.own(quantity, data.targets, f) if self_influence else None
         return Attribution(
@@ -114,9 +123,11 @@ class _Scorer:
         inverse: AbstractPrimalInverse,
         x: Array,
         g: Float[Array, "n c"],
+        points: SpreadPoints | None,
         on_failure: OnFailure,
     ) -> None:
         self.curvature, self.inverse, self.x, self.g = curvature, inverse, x, g
+        self.points = points
         self.on_failure: OnFailure = on_failure
         self.stats: dict[str, Any] = {"iterations": 0, "residual": 0.0, "converged": True}
         self.notes: tuple[str, ...] = ()
@@ -126,9 +137,13 @@ class _Scorer:
         blocks = []
         for i in range(0, xq.shape[0], size):
             b = point_gradients(model, xq[i : i + size], v[i : i + size])
-            value = self._solve(b)
-            blocks.append(np.asarray(gradient_products(model, self.x, self.g, value)))
+            blocks.append(np.asarray(self._products(self._solve(b))))
         return np.concatenate(blocks)
+
+    def _products(self, v: Float[Array, "k p"]) -> Float[Array, "k n"]:
+        if self.points is not None:
+            return self.points.products(self.curvature.model, v)
+        return gradient_products(self.curvature.model, self.x, self.g, v)
 
     def own(self, quantity: Quantity, targets: Array, f: Float[Array, "n c"]) -> np.ndarray:
         """The diagonal of the scores with the training points as queries."""

@@ -78,11 +78,13 @@ def make_curvature(
     loss: AbstractLoss,
     ridge: Float[Array, ""],
     linearised: bool,
+    exactly: bool = False,
 ) -> tuple[Curvature, Float[Array, "n c"]]:
-    """The curvature at `params`, and the outputs there."""
+    """The curvature at `params`, and the outputs there; batches are `exactly` of the model's size."""
     with jax.default_matmul_precision(PRECISION):
         f = outputs_at(model, params, x, linearised)
-    rows = make_rows(x, targets, weights.astype(f.dtype), f, model.batch(x))
+    size = model.batch_size if exactly and model.batch_size is not None else model.batch(x)
+    rows = make_rows(x, targets, weights.astype(f.dtype), f, size)
     tangent = tangent_model(model, params, linearised)
     return Curvature(tangent, loss, rows, ridge.astype(f.dtype), linearised), f
 

@@ -66,12 +66,19 @@ def curvature_at(
     ridge: float,
     batch_size: int | None,
     linearised: bool,
+    devices: int = 1,
 ) -> tuple[Curvature, Float[Array, "n c"]]:
-    """The curvature on `data` at the parameters of `start`, and the outputs there."""
+    """The curvature on `data` at the parameters of `start`, and the outputs there.
+
+    Each of several devices takes a batch of that size, together they take one of their sum.
+    """
     batch_size = maybe(check_count, f"{what}: batch_size", batch_size)
     model = start.model
     sized = model if batch_size is None else replace(model, batch_size=batch_size)
-    sized = replace(model, batch_size=sized.batch(data.x))  # no other size for other edits
+    size = sized.batch(data.x)
+    if devices > 1:
+        size = devices * min(size, -(-data.num_points // devices))
+    sized = replace(model, batch_size=size)  # no other size for other edits
     lam, weights = jnp.asarray(ridge, model.dtype), jnp.asarray(data.weights)
     given = (data.x, jnp.asarray(data.targets), weights, start.loss, lam, linearised)
-    return make_curvature(sized, start.theta, *given)
+    return make_curvature(sized, start.theta, *given, exactly=devices > 1)
