@@ -11,7 +11,6 @@ from jaxtyping import Array
 from .._support.progress import ProgressFn
 from ._layout import Device, Layout
 
-
 T = TypeVar("T")
 
 
