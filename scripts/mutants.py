@@ -6,23 +6,25 @@
 Each bug is one operator, comparison, constant, sign, condition, dropped call or swapped pair of arguments
 (`mutations.py`), drawn by seed from the core rooms in turn. The tests are those of the default gate. A first
 run of them on a copy whose functions say that they ran maps every test to the functions that it runs; a bug
-is then shown to the files that run its function, those of its own room first, of these to the tests that ran
-it before the others (which may use what was compiled), and to the first failure. A test that fails without a
-bug does not take part. A run longer than `--limit` seconds of CPU is
-unfinished, neither seen nor survived; one that takes far longer than without the bug counts as seen.
+is then shown to the tests that ran its function, file by file, those of its own room first and then the
+quickest, up to the first failure; after them to the other tests of these files, which may use what was
+compiled. A test that fails without a bug does not take part. A run longer than `--limit` seconds of CPU,
+processes that it starts included, is unfinished, neither seen nor survived; one that takes far longer than
+without the bug, or that hangs, counts as seen.
 
-Results are appended to `OUT/results.jsonl` one by one, and a second call goes on where a killed one ended.
+Results are appended to `OUT/results.jsonl` one by one, and a second call goes on where a killed one ended;
+`--report` shows what is there.
 `OUT/mutants.json` and `OUT/mutants.txt` hold the rates and a line for each survivor. Survivors that cannot
 matter, constants that only cost time for example, stand with a reason in `mutants_survivors.toml`.
 """
 
 import argparse
+import contextlib
 import hashlib
 import importlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -32,7 +34,7 @@ import tomllib
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +62,8 @@ QUIETLY = ("-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWa
 """Hypothesis is a plugin of pytest, which warns where it is imported before pytest reads its plugins."""
 STARTING = 60
 """CPU seconds that a run may take besides its tests."""
+COMPILED = "compiled"
+"""Folder of the programs that the tests compile without a bug: most of them compile the same with it."""
 STATES = {"seen": 5, "survived": 9, "explained": 10, "unfinished": 11}
 SEEN_STATES = ("failed", "error", "too long")
 
@@ -111,7 +115,7 @@ class Mapped:
     """Notes for every file of tests the functions that it runs, its seconds of CPU, and what fails."""
 
     def __init__(self, out: Path) -> None:
-        self.out, self.start, self.failed, self.runs = out, time.process_time(), [], {}
+        self.out, self.failed, self.runs, self.took = out, [], {}, {}
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -119,6 +123,7 @@ class Mapped:
 
     def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> None:
         self.seen = sys.modules["builtins"].__dict__.setdefault(SEEN, set())
+        self.start = cpu()
 
     def pytest_runtest_teardown(self, item: Any, nextitem: Any) -> None:
         file, _, test = item.nodeid.partition("::")
@@ -128,14 +133,14 @@ class Mapped:
         for function in self.seen:
             self.runs.setdefault(function, []).append(test)
         self.seen.clear()
+        self.took[test] = round(cpu() - self.start, 2)
         if nextitem is not None and nextitem.path == item.path:
             return
-        now = time.process_time()
-        line = {"file": file, "seconds": round(now - self.start, 2),
+        line = {"file": file, "seconds": round(sum(self.took.values()), 2), "took": self.took,
                 "runs": self.runs, "failed": self.failed}  # fmt: skip
         append(self.out, line)
         sys.modules["jax"].clear_caches()  # a program made once runs later without its functions
-        self.start, self.failed, self.runs = time.process_time(), [], {}
+        self.failed, self.runs, self.took = [], {}, {}
 
 
 IN_PROCESSES = f"""
@@ -152,14 +157,14 @@ if {SEEN!r} in os.environ:
 
 
 class Without:
-    """Leaves out tests that fail without any bug, and takes those first that ran the function."""
+    """Leaves out tests: those that fail without any bug, those that have run, or all but some."""
 
-    def __init__(self, failing: set[str], first: set[str]) -> None:
-        self.failing, self.first = failing, first
+    def __init__(self, left: set[str], only: set[str] | None = None) -> None:
+        self.left, self.only = left, only
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if item.nodeid not in self.failing]
-        items.sort(key=lambda item: item.nodeid not in self.first)
+        items[:] = [item for item in items if item.nodeid not in self.left
+                    and (self.only is None or item.nodeid in self.only)]  # fmt: skip
 
 
 class First:
@@ -175,6 +180,25 @@ class First:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed and not self.out.exists():
             self.out.write_text(f"{report.nodeid} (collecting)")
+
+
+def cpu() -> float:
+    """Seconds of this process and of those that it has waited for."""
+    used = os.times()
+    return used.user + used.system + used.children_user + used.children_system
+
+
+def cpu_of(session: int) -> float:
+    """Seconds of every process of a session so far, and of those that these have waited for."""
+    ticks = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -193,28 +217,51 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+def keep_programs(folder: Path, write: bool) -> None:
+    """Compiled programs are read from a folder, here and in processes that tests start.
+
+    Only the map writes them, each of its processes into a folder of its own: a file that is half written
+    would be a failure of the test that reads it.
+    """
+    settings: dict[str, Any] = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0 if write else 1e9,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        sys.modules["jax"].config.update(name, value)
+        os.environ[name.upper()] = str(value)
+
+
 def fork(
-    tree: Path, log: Path, args: list[list[str]], plugins: list[Any], seconds: float | None
+    tree: Path, log: Path, commands: Iterable[tuple[list[str], list[Any]]], programs: Path
 ) -> int:
-    """pytest once for each list of arguments, in a process of its own and in this tree; returns its number."""
+    """pytest once for each list of arguments and plugins, in a process of its own and in this tree.
+
+    Returns the number of the process. It leads a session of its own, so that what it starts can be counted.
+    """
+    programs.mkdir(exist_ok=True)
     pid = os.fork()
     if pid:
+        STARTED.append(pid)
         return pid
     code = 99
     try:
         os.setsid()
-        if seconds is not None:
-            resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 30))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with log.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
         os.chdir(tree)
-        os.environ["PYTHONPATH"] = str(tree / "src")
+        paths = [str(tree / "src"), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         os.environ[SEEN] = tempfile.mkdtemp(dir=tree)
+        keep_programs(programs, write=programs.name != COMPILED)
         sys.path.insert(0, str(tree / "src"))
-        for part in args:  # a part that fails is the last
-            code = int(sys.modules["pytest"].main([*part, *QUIETLY], plugins=plugins))
-            if code not in (0, 5):
+        for arguments, plugins in commands:  # one that fails is the last, unless it maps
+            code = int(sys.modules["pytest"].main([*arguments, *QUIETLY], plugins=plugins))
+            if code not in (0, 5) and "-x" in arguments:
                 break
     except BaseException:
         traceback.print_exc()
@@ -224,10 +271,48 @@ def fork(
         os._exit(code)
 
 
+STARTED: list[int] = []
+"""Sessions that this process has started: they end with it."""
+
+
+def stop(*_: object) -> None:
+    for session in STARTED:
+        kill(session)
+    sys.exit("Stopped.")
+
+
+def kill(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
+def wait(running: dict[int, Any]) -> tuple[int, int, float, bool]:
+    """The first process to end, its status, seconds, and whether it was stopped: past its limit, or hung."""
+    while True:
+        for pid, job in running.items():
+            used = cpu_of(pid)
+            job.seconds = max(job.seconds, used)
+            over = used > job.limit or time.monotonic() - job.begun > 3 * job.limit + 60
+            if over:
+                kill(pid)
+            done, status, usage = os.wait4(pid, 0 if over else os.WNOHANG)
+            if done:
+                STARTED.remove(pid)
+                job.seconds = max(job.seconds, usage.ru_utime + usage.ru_stime)
+                return pid, status, job.seconds, over
+        time.sleep(0.5)
+
+
 def shown(status: int) -> str:
     if os.WIFSIGNALED(status):
-        return "too long" if os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL) else "error"
+        return "error"
     return {0: "survived", 1: "failed", 5: "survived"}.get(os.WEXITSTATUS(status), "error")
+
+
+def taken(queue: int) -> Iterator[str]:
+    """Lines of a pipe that several processes read from, 256 bytes each."""
+    while line := os.read(queue, 256):
+        yield line.decode().strip()
 
 
 def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]]:
@@ -236,46 +321,58 @@ def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]
         out
         / f"map-{digest([*(ROOT / 'src').rglob('*.py'), *(ROOT / 'tests').rglob('*.py')])}.jsonl"
     )
-    files = [f.relative_to(ROOT).as_posix() for f in sorted((ROOT / "tests").rglob("test_*.py"))]
+    files = [f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("test_*.py")]
     files = [file for file in files if file.startswith(tuple(tests))]
-    todo = sorted(set(files) - {line["file"] for line in read_lines(path)})
+    known = {
+        line["file"]: line["seconds"] for old in out.glob("map-*.jsonl") for line in read_lines(old)
+    }
+    todo = set(files) - {line["file"] for line in read_lines(path)}
     if todo:
         tree = copy_tree(out / "watched", watched)
         (tree / "src" / "sitecustomize.py").write_text(IN_PROCESSES)
         print(f"Mapping {len(todo)} files of tests to the functions that they run ...", flush=True)
+        queue, end = os.pipe()
+        for file in sorted(todo, key=lambda f: (-known.get(f, 30), -(ROOT / f).stat().st_size)):
+            os.write(end, file.ljust(256).encode())
+        os.close(end)
+        commands = (([file], [Mapped(path)]) for file in taken(queue))  # each process its own copy
         running = [
-            fork(tree, out / f"map-{k}.log", [todo[k::jobs]], [Mapped(path)], None)
-            for k in range(jobs)
-            if todo[k::jobs]
+            fork(tree, out / f"map-{k}.log", commands, out / f"{COMPILED}-{k}") for k in range(jobs)
         ]
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running]
+        STARTED.clear()
+        os.close(queue)
         shutil.rmtree(tree)
+        for k in range(jobs):
+            shutil.copytree(out / f"{COMPILED}-{k}", out / COMPILED, dirs_exist_ok=True)
+            shutil.rmtree(out / f"{COMPILED}-{k}")
         if not set(codes) <= {0, 1, 5}:
             raise SystemExit(f"The tests do not run on a copy: see {out}/map-*.log.")
-        for file in set(todo) - {line["file"] for line in read_lines(path)}:
+        for file in sorted(todo - {line["file"] for line in read_lines(path)}):
             append(
-                path, {"file": file, "seconds": 0.0, "runs": {}, "failed": []}
+                path, {"file": file, "seconds": 0.0, "took": {}, "runs": {}, "failed": []}
             )  # no test by default
     return {line["file"]: line for line in read_lines(path) if line["file"] in files}
 
 
-def files_for(mutant: Mutant, found: dict[str, dict[str, Any]]) -> list[str]:
-    """Files of tests that run what was changed: of its room first, then the quickest first."""
-    room = mutant.file.split("/")[2]
-    key = f"{mutant.file}::{mutant.function}"
-    run = [file for file, line in found.items() if key in line["runs"]]
-    if not run:  # outside functions, or in one that runs while its module is imported
-        run = [
-            f
-            for f, line in found.items()
-            if any(r.startswith(f"{mutant.file}::") for r in line["runs"])
-        ]
+def tests_for(mutant: Mutant, found: dict[str, dict[str, Any]]) -> dict[str, set[str]]:
+    """Tests by file that run what was changed: files of its room first, then the quickest first."""
+    room, key = mutant.file.split("/")[2], f"{mutant.file}::{mutant.function}"
+    ran = {file: set(line["runs"].get(key, ())) for file, line in found.items()}
+    if not any(ran.values()):  # outside functions, or in one that runs while its module is imported
+        ran = {
+            file: {t for r, tests in line["runs"].items() if r.startswith(f"{mutant.file}::") for t in tests}
+            for file, line in found.items()
+        }  # fmt: skip
 
     def order(file: str) -> tuple[bool, float]:
         of_room = file.startswith((f"tests/{room.strip('_')}/", f"tests/test_{room.strip('_')}"))
-        return not of_room, found[file]["seconds"]
+        return not of_room, sum(found[file]["took"][test] for test in ran[file])
 
-    return sorted(run, key=order)
+    return {
+        file: {f"{file}::{test}" for test in ran[file]}
+        for file in sorted((f for f in ran if ran[f]), key=order)
+    }
 
 
 def parts(files: list[str]) -> Iterator[list[str]]:
@@ -294,39 +391,68 @@ def plant(mutant: Mutant, tree: Path) -> None:
         compiled.unlink()
 
 
+def commands_for(
+    chosen: dict[str, set[str]], failing: set[str]
+) -> Iterator[tuple[list[str], list[Any]]]:
+    """The chosen tests, file by file, and after them what else is in these files."""
+    every = set().union(*chosen.values())
+    for part in parts(list(chosen)):
+        yield ["-x", *part], [Without(failing, every)]
+    for part in parts(list(chosen)):
+        yield ["-x", *part], [Without(failing | every)]
+    if not chosen:
+        yield ["-x", "--collect-only", "tests/test_house.py"], []
+
+
+@dataclass
+class Job:
+    """A bug on its way through the tests."""
+
+    slot: int
+    mutant: Mutant
+    files: int
+    limit: float
+    usual: float
+    seconds: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
+
+
 def run(todo: list[Mutant], args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
     """Every mutant in a tree of its job, results appended as they come."""
     trees = [copy_tree(args.out / f"tree-{slot}") for slot in range(args.jobs)]
     free, running = list(range(args.jobs)), {}
+    os.environ["ORDINARY"] = "--first"
     while todo or running:
         while todo and free:
             slot, mutant = free.pop(), todo.pop(0)
-            first, files = args.out / f"first-{slot}", files_for(mutant, found)
+            first, chosen = args.out / f"first-{slot}", tests_for(mutant, found)
             first.unlink(missing_ok=True)
             plant(mutant, trees[slot])
-            usual = 3 * sum(found[file]["seconds"] for file in files) + STARTING
-            key = f"{mutant.file}::{mutant.function}"
-            failing = {name for file in files for name in found[file]["failed"]}
-            ran = {f"{file}::{test}" for file in files for test in found[file]["runs"].get(key, [])}
-            plugins = [Without(failing, ran), First(first)]
-            command = [["-x", *part] for part in parts(files)]
-            command = command or [["--collect-only", "tests/test_house.py"]]
-            pid = fork(
-                trees[slot], args.out / f"run-{slot}.log", command, plugins, min(usual, args.limit)
-            )
-            running[pid] = slot, mutant, len(files), usual
-        pid, status, usage = os.wait4(-1, 0)
-        slot, mutant, files, usual = running.pop(pid)
+            usual = 3 * sum(found[file]["seconds"] for file in chosen) + STARTING
+            failing = {name for file in chosen for name in found[file]["failed"]}
+            plain = commands_for(chosen, failing)
+            commands = ((options, [*plugins, First(first)]) for options, plugins in plain)
+            pid = fork(trees[slot], args.out / f"run-{slot}.log", commands, args.out / COMPILED)
+            running[pid] = Job(slot, mutant, len(chosen), min(usual, args.limit), usual)
+        pid, status, seconds, stopped = wait(running)
+        job = running.pop(pid)
+        mutant, slot = job.mutant, job.slot
         shutil.copy(ROOT / mutant.file, trees[slot] / mutant.file)
         free.append(slot)
         state, first = shown(status), args.out / f"first-{slot}"
-        if state == "too long" and args.limit < usual:
-            state = "unfinished"
-        seconds = round(usage.ru_utime + usage.ru_stime, 1)
+        if stopped:  # one that hangs has used less than its limit
+            slow = seconds > job.limit and job.limit < job.usual
+            state = "unfinished" if slow else "too long"
         by = first.read_text() if first.exists() else ""
         if state == "error" and not by:  # without the bug the same tests began: the map shows it
             by = "(did not begin) " + (args.out / f"run-{slot}.log").read_text().strip()[-200:]
-        line = {**asdict(mutant), "state": state, "seconds": seconds, "files": files, "by": by}
+        line = {
+            **asdict(mutant),
+            "state": state,
+            "seconds": round(seconds, 1),
+            "files": job.files,
+            "by": by,
+        }
         append(args.out / "results.jsonl", line)
         print(
             f"{state:10} {seconds:6.0f} s  {mutant.file}:{mutant.line}  {mutant.change[:90]}",
@@ -392,6 +518,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "mutants")
     parser.add_argument("--anew", action="store_true", help="forget the results that are there")
+    parser.add_argument("--report", action="store_true", help="only show the results there are")
     parser.add_argument(
         "--again", action="append", choices=("survived", "unfinished"), help="run these once more"
     )
@@ -409,6 +536,8 @@ def main() -> None:
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }  # as tests/conftest.py does
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     for name in IMPORTED:
         importlib.import_module(name)
     source = iter(drawn(args.room or list(ROOMS), args.seed))
@@ -422,12 +551,15 @@ def main() -> None:
         if (line := done.get((m.file, m.start, m.old, m.new))) is None
         or line["state"] in (args.again or [])
     ]
-    if todo:
+    if todo and not args.report:
         run(todo, args, make_map(args.out, args.jobs, args.tests or ["tests/"]))
     done = {
         (line["file"], line["start"], line["old"], line["new"]): line for line in read_lines(path)
     }
-    print(report([done[m.file, m.start, m.old, m.new] for m in chosen], args.out))
+    tried = [done.get((m.file, m.start, m.old, m.new)) for m in chosen]
+    print(report([line for line in tried if line is not None], args.out))
+    if None in tried:
+        print(f"{tried.count(None)} of {len(tried)} have not been tried yet.")
 
 
 if __name__ == "__main__":

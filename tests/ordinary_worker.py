@@ -49,6 +49,8 @@ def main(extent: str, bits: int, *words: str) -> dict:
                     )
                 if error is not None:
                     failures.append([row.check.__name__, *sizes, f"float{bits}", error])
+                    if os.environ.get("ORDINARY") == "--first":
+                        return {"calls": calls, "failures": failures}
     return {"calls": calls, "seconds": round(time.process_time(), 1), "failures": failures}
 
 
