@@ -51,6 +51,8 @@ gc.set_threshold(200_000, 20, 1000)
 jax.config.update("jax_enable_x64", True)
 if PLATFORM == "cpu":
     jax.config.update("jax_platforms", "cpu")
+    # Two of them, so that a mesh has more than one row of devices, and uneven shares.
+    jax.config.update("jax_num_cpu_devices", 2)
 
 install_import_hook("dualfluence", "beartype.beartype")
 

@@ -107,7 +107,7 @@ class Case:
 
 
 def _layout():
-    return on_mesh(N, jax.devices()[:1])
+    return on_mesh(N, jax.devices()[:2])
 
 
 def _dense(dtype=jnp.float64):

@@ -1,0 +1,113 @@
+"""Models whose rows are on two devices, an odd number of points between them, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import dualfluence as dfl
+from dualfluence import operators
+
+N, C, RIDGE = 7, 2, 0.1
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(N, 3)), RNG.normal(size=(N, C))
+NEW, NEW_Y = RNG.normal(size=(3, 3)), RNG.normal(size=(3, C))
+XQ, YQ = RNG.normal(size=(4, 3)), RNG.normal(size=(4, C))
+W0 = RNG.normal(size=(3, C))
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 2, reason="one device has no shares")
+
+
+def linear():
+    return dfl.linearize(lambda w, x: x @ w, jnp.asarray(W0))
+
+
+def rbf(a, b):
+    return jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1) / 4)
+
+
+MODELS = {
+    "dense": (linear, "dense"),
+    "matrix-free": (linear, "matrix-free"),
+    "kronecker": (lambda: rbf, dfl.KernelOptions(num_outputs=C)),
+}
+
+
+def retrained(name, x, y, weights):
+    """Outputs at the queries after training on these points, and those of the points themselves."""
+    kernel = (lambda a, b: np.asarray(rbf(a, b))) if name == "kronecker" else lambda a, b: a @ b.T
+    start = (lambda a: np.zeros((len(a), C))) if name == "kronecker" else lambda a: a @ W0
+    D = weights[:, None] / weights.sum()
+    alpha = np.linalg.solve(RIDGE * np.eye(len(x)) + D * kernel(x, x), D * (y - start(x)))
+    return start(XQ) + kernel(XQ, x) @ alpha, start(x) + kernel(x, x) @ alpha
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def spread(request):
+    """A model on two devices, solved until rounding."""
+    make, kernel = MODELS[request.param]
+    fitted = dfl.fit(make(), X, Y, loss=dfl.SquaredError(), ridge=RIDGE, kernel=kernel,
+                     mesh=jax.devices()[:2], tolerance=1e-11, progress=False)  # fmt: skip
+    return request.param, fitted
+
+
+def close(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-8)  # solves stop at 1e-11 of λ
+
+
+def test_a_fit_on_two_devices(spread):
+    name, fitted = spread
+    at_queries, at_points = retrained(name, X, Y, np.ones(N))
+    close(fitted.predict(XQ), at_queries)
+    close(fitted.outputs, at_points)
+    close(fitted.alpha, (Y - at_points) / (N * RIDGE))
+    assert fitted.alpha.shape == (N, C)
+    assert len(fitted.state.alpha.sharding.device_set) == 2
+    assert fitted.certificate.distance_bound < 1e-6
+    if name != "kronecker":
+        close(XQ @ np.asarray(fitted.params()), at_queries)
+
+
+def test_edits_on_two_devices(spread):
+    name, fitted = spread
+    weights = np.ones(N)
+    weights[[0, N - 1]] = 0
+    want = retrained(name, X, Y, weights)[0]
+    update = fitted.edit(dfl.Remove([0, N - 1]), rtol=1e-12)
+    close(update.predict(XQ), want)
+    before = retrained(name, X, Y, np.ones(N))[0]
+    loss = 0.5 * ((want - YQ) ** 2).sum(1) - 0.5 * ((before - YQ) ** 2).sum(1)
+    close(update.delta_loss(XQ, YQ), loss)
+
+
+def test_points_added_on_two_devices(spread):
+    """A border with its own padding, and a second one beside it."""
+    name, fitted = spread
+    x, y = np.concatenate([X, NEW]), np.concatenate([Y, NEW_Y])
+    grown = fitted.edit(dfl.Add(NEW, NEW_Y), rtol=1e-12)
+    close(grown.predict(XQ), retrained(name, x, y, np.ones(N + 3))[0])
+    weights = np.ones(N + 3)
+    weights[[1, N + 2]] = 0
+    again = grown.commit().edit(dfl.Remove([1, N + 2]), rtol=1e-12)
+    at_queries, at_points = retrained(name, x, y, weights)
+    close(again.predict(XQ), at_queries)
+    close(again.outputs, at_points)
+
+
+@pytest.mark.parametrize("name", ["dense", "kronecker", "matrix-free"])
+def test_products_on_two_devices(name):
+    make, kernel = MODELS[name]
+    op = dfl.kernel_operator(make(), X, kernel=kernel, mesh=jax.devices()[:2], progress=False)
+    assert isinstance(op, operators.ShardedOperator | operators.ShardedMatrixFreeOperator)
+    rows = np.r_[np.arange(N), N - 1]  # the last point fills the second share up
+    S = np.asarray(rbf(X, X)) if name == "kronecker" else X @ X.T
+    S = S[np.ix_(rows, rows)]
+    v = RNG.normal(size=(N + 1, C, 3))
+    want = np.einsum("ij,jck->ick", S, v)
+    v = jnp.asarray(v)
+    close(jax.jit(lambda op, v: op.mv(v))(op, v[..., 0]), want[..., 0])
+    close(jax.jit(lambda op, v: op.mm(v))(op, v), want)
+    close(jax.jit(lambda op: op.diagonal())(op), np.diagonal(S)[:, None] * np.ones(C))
+    if name != "matrix-free":
+        close(jax.jit(lambda op, v: op.wide_mv(v))(op, v[..., 1]), want[..., 1])
+    assert isinstance(op.check(), str)
