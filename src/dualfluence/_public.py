@@ -34,6 +34,7 @@ from .losses import Convex as Convex
 from .losses import Logistic as Logistic
 from .losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
 from .losses import SquaredError as SquaredError
+from .losses import TokenCrossEntropy as TokenCrossEntropy
 from .models import Kernel as Kernel
 from .models._low_rank import low_rank as low_rank
 from .models._options import KernelOptions as KernelOptions

@@ -91,3 +91,34 @@ def targets_as_users_give_them(at):
     np.testing.assert_array_equal(one, [[0.5], [2.0]])
     same = losses.AbstractLoss.prepare_targets
     assert callable(same)
+
+
+@row(*each("", "TokenCrossEntropy", "value grad hess_mv grad_noise prepare_targets hess_factor"))
+@row("TokenCrossEntropy")
+def tokens_are_softmax_averaged(at):
+    T = 3
+    f = at.array(at.n, T * at.c, seed=15)
+    y = np.random.default_rng(0).integers(0, at.c, (at.n, T))
+    y[:, -1] = -100  # padding
+    loss = dfl.TokenCrossEntropy()
+    targets = loss.prepare_targets(y, T * at.c, at.dtype)
+    np.testing.assert_array_equal(targets, y)
+    flat = np.asarray(f, float).reshape(at.n * T, at.c)
+    value, grad, hess = oracles.softmax_ce(flat, np.eye(at.c)[np.maximum(y, 0).reshape(-1)])
+    share = np.array([0.5, 0.5, 0])
+    at.close(loss.value(f, targets), value.reshape(at.n, T) @ share)
+    grad = (grad.reshape(at.n, T, at.c) * share[None, :, None]).reshape(at.n, -1)
+    at.close(loss.grad(f, targets), grad)
+    at.typed(loss.grad(f, targets))
+    off = np.abs(np.asarray(loss.grad(f, targets), float) - grad)
+    assert (off <= 8 * np.asarray(loss.grad_noise(f, targets, jnp.zeros_like(f))) + 1e-15).all()
+    v, s = at.array(at.n, T * at.c, seed=16), np.linspace(0.5, 2, at.n)
+    each = np.einsum("nab,nb->na", hess, np.asarray(v, float).reshape(flat.shape))
+    product = (each.reshape(at.n, T, at.c) * share[None, :, None]).reshape(at.n, -1)
+    at.close(loss.hess_mv(f, targets, v), product, 2)
+    factor = loss.hess_factor(f, targets, jnp.asarray(s, at.dtype))
+    at.close(factor.mv(factor.rmv(v)), s[:, None] * product, 2)
+    narrow = factor.narrow()
+    at.close(narrow.mv(narrow.rmv(v)), s[:, None] * product, 4)
+    diagonal = np.einsum("naa->na", hess).reshape(at.n, T, at.c) * share[None, :, None]
+    at.close(factor.hess_diagonal(), s[:, None] * diagonal.reshape(at.n, -1), 2)

@@ -46,6 +46,7 @@ class Attribution(Shown):
     - `distance_bound`: certificates of refined answers, `(n,)`, else `None`.
     - `unit`: the unit of the numbers; `None` for scores without a unit.
     - `notes`: how the numbers were found and what they leave out.
+    - `tokens`: for sequences, the part of every training token, `(q, n, T)`; they sum to `values`.
     - `x`, `y`, `xq`, `yq`: training points and queries, for pictures; files contain them only with
       `include_features`.
     """
@@ -63,6 +64,7 @@ class Attribution(Shown):
     y: Any = None
     xq: Any = None
     yq: Any = None
+    tokens: np.ndarray | None = None
 
     @property
     def num_queries(self) -> int:
@@ -105,7 +107,7 @@ class Attribution(Shown):
             plain = type(array) is np.ndarray and array.dtype == np.float64
             return array.astype(np.float32) if plain else array
 
-        names = ("values", "own", "outputs_without")
+        names = ("values", "own", "outputs_without", "tokens")
         return replace(self, **{name: narrow(getattr(self, name)) for name in names})
 
     def self_influence(self) -> np.ndarray:
@@ -124,7 +126,7 @@ class Attribution(Shown):
     def save(self, path: Any, *, include_features: bool = False) -> None:
         """Write one `.npz` file without pickle, atomically; `include_features` adds `x`, `xq`, …"""
         arrays = {"values": np.asarray(self.values)}
-        names = ("own", "outputs_without", "distance_bound") + (
+        names = ("own", "outputs_without", "distance_bound", "tokens") + (
             ("x", "y", "xq", "yq") if include_features else ()
         )
         for name in names:

@@ -19,15 +19,18 @@ from jaxtyping import Array, Float, PyTree
 from .._support.compile import filter_jit, jit
 from .._support.memory import memory_budget
 from .._support.precision import HIGHEST, PRECISION
+from .._support.trees import common_dtype
 from ..kernels import kernel_rows
 from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
 from ..linalg._triangular import inverse_transpose, solve_lower
-from ..losses import AbstractLoss
+from ..losses import AbstractLoss, TokenCrossEntropy
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
 from ..problem._quantity import Quantity
 from ._probes import Probes, RandomProbes, root_blocks
+from ._token_sketch import sketched_scores, unsketched
+from ._tokens import Queries, Sequences, directions_of, token_blocks, token_parts
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for one block of rows of `K`."""
@@ -57,6 +60,7 @@ class Scored(NamedTuple):
     values: Float[Array, "q n"]
     left_out: Float[Array, ""] | None = None
     agreement: Float[Array, " q"] | None = None
+    tokens: Float[Array, "q n t"] | None = None
 
 
 def checkpoint_scores(
@@ -72,8 +76,13 @@ def checkpoint_scores(
     probes: Probes | None = None,
     projected: int | None = None,
     leverage: bool = False,
+    tokens: bool = False,
 ) -> Scored:
     """`S` at the parameters of `model`: exact, by probes, or from `projected` numbers of each gradient."""
+    if isinstance(loss, TokenCrossEntropy) and isinstance(probes, RandomProbes):
+        train = Sequences.of(model, x, targets, loss, probes.m, key)
+        queries = Queries(model, xq, quantity)
+        return _sequence_scores(train, queries, ridge, projected, leverage, tokens)
     if probes is not None:
         v, g, P, left_out = _probed_terms(model, x, targets, xq, quantity, loss, probes, key)
         lam = jnp.asarray(ridge, g.dtype)
@@ -90,6 +99,33 @@ def checkpoint_scores(
     queries = _query_blocks(model, xq, local.v, x)
     shape = local.roots.shape[0], local.roots.shape[2]
     return _solve(_row_blocks(model, x), queries, local, shape, lam, leverage)
+
+
+def _sequence_scores(
+    train: Sequences,
+    queries: Queries,
+    ridge: float,
+    projected: int | None,
+    leverage: bool,
+    tokens: bool,
+) -> Scored:
+    """`S` of sequences by random probes, and on request the part of every token."""
+    lam = jnp.asarray(ridge, common_dtype(jnp.float32, train.model.dtype))
+    parts = None
+    if projected is not None:
+        values, small, sketch = sketched_scores(train, queries, lam, projected)
+        if tokens:
+            theta = train.model.split(train.model.params)[0]
+            parts = token_parts(train, unsketched(theta, sketch, small))
+        return Scored(values, tokens=parts)
+    solved: list[Array] = []
+    blocks, cross = token_blocks(train, queries)
+    shape = (train.num, train.m)
+    found = _solve(blocks, cross, None, shape, lam, leverage, train.m > 1, solved)
+    if tokens:
+        z = directions_of(train, queries, jnp.concatenate(solved, axis=1), lam)
+        parts = token_parts(train, z)
+    return found._replace(left_out=jnp.zeros((), lam.dtype), tokens=parts)
 
 
 @filter_jit
@@ -201,8 +237,12 @@ def _solve(
     ridge: Array,
     leverage: bool,
     halved: bool = False,
+    solved: list[Array] | None = None,
 ) -> Scored:
-    """`S` from rows of `K` and of `v_qᵀK`; without `local` both are folded, the last direction along `g`."""
+    """`S` from rows of `K` and of `v_qᵀK`; without `local` both are folded, the last direction along `g`.
+
+    `solved` receives `B⁻¹RᵀKv`, queries on the last axis.
+    """
     n, r = shape
     B = jnp.zeros((n * r, n * r), ridge.dtype)
     T = jnp.zeros((n * r, n), ridge.dtype)
@@ -221,6 +261,8 @@ def _solve(
         end = start + thin.shape[0]
         direct, Y = _fold_queries(thin, local)
         V = _solve_both(chol, Y)
+        if solved is not None:
+            solved.append(V[:, done - start :])
         scores = _scores(direct, V, T, ridge)
         if gain is not None:
             scores = scores + _leverage(V, gain, ridge)

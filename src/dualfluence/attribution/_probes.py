@@ -131,3 +131,19 @@ def _by_rule(n: int, c: int, rank: int, size: int, devices: int) -> tuple[Probes
         f"about {seconds:.0f} s a checkpoint or does not fit in memory; probes=None computes it"
     )
     return probes, why
+
+
+def said_of(probes: Probes | None, why: str, left_out: float, agreement: float) -> list[str]:
+    """What a result says of its probes."""
+    found = []
+    if isinstance(probes, LeadingProbes):
+        found = [
+            f"{probes.m} leading direction(s) of outputs per point leave out {left_out:.2g} of the curvature"
+        ]
+    elif isinstance(probes, RandomProbes):
+        found = [f"{probes.m} random direction(s) of outputs per point, seed {probes.seed}"]
+    if isinstance(probes, RandomProbes) and probes.m > 1 and agreement < 1:
+        found.append(
+            f"scores of one half of the random directions and of the other correlate by {agreement:.2f}"
+        )
+    return [*found, *([why] if why else [])]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,14 +20,15 @@ from .._support.progress import ProgressFn, Ticker
 from .._support.show import Shown
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
-from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ..losses import AbstractLoss
 from ..operators._layout import Device, as_mesh
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
 from ._checkpoint import PROJECTED_RANK, checkpoint_scores
 from ._mesh import check_mesh, mesh_scores
 from ._pieces import Pieces
-from ._probes import LeadingProbes, Probes, RandomProbes, chosen, rank_of
+from ._probes import Probes, RandomProbes, said_of
+from ._token_runs import as_sequences, probes_of, token_shares
 
 KAPPA = 3.0
 r"""`κ` in `λ_t = 1/(κ η s_t)`.
@@ -66,7 +66,8 @@ class Trajectory(Shown):
     **Fields:**
 
     - `apply_fn`: `apply_fn(params, x) -> (n, c)`, in inference mode: dropout off, batch norm fixed; or
-      a model of `adapters`, whose `read` gives the checkpoints.
+      a model of `adapters`, whose `read` gives the checkpoints. For sequences of tokens it returns
+      `(n, T, V)`.
     - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may be on disk.
       Checkpoints of the first quarter of training are the most useful. About twenty are good, at first
       one every half epoch.
@@ -189,6 +190,7 @@ def attribute_runs(
     leverage: bool = False,
     combine: str = "shrunk",
     rank: int = PROJECTED_RANK,
+    tokens: bool = False,
     folder: Any = None,
     worker: tuple[int, int] | None = None,
     mesh: Mesh | Sequence[Device] | None = None,
@@ -203,7 +205,8 @@ def attribute_runs(
 
     - `trajectories`: one per run; more runs give better scores.
     - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
-    - `loss`: that of training, softmax cross-entropy by default.
+    - `loss`: that of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the network
+      returns `(n, T, V)`.
     - `of`: what is measured, as in `Fitted.attribute`.
     - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
@@ -211,11 +214,14 @@ def attribute_runs(
       a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The notes of the
       result say what was chosen and left out, and how much the draw of random probes matters.
     - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
-      probes, a system of that size whatever `n` is.
+      probes, a system of that size whatever `n` is. For sequences it takes random probes as well, at the
+      price of backward passes alone.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
     - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero
       if checkpoints and runs disagree on them. Such entries may be due to the random start of the
       network; see `shrunk`.
+    - `tokens`: for sequences, also the part of every training token, `result.tokens` of shape `(q, n, T)`:
+      one forward derivative for each pair of query and sequence.
     - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
       the same result, bit for bit.
     - `worker`: `(i, N)` scores the share `i` of `N`, counted from 0: every `N`-th checkpoint, into a
@@ -237,23 +243,19 @@ def attribute_runs(
         raise ValueError(
             f"Trajectory: combine must be one of {', '.join(COMBINE)}, got {combine!r}."
         )
-    loss = SoftmaxCrossEntropy() if loss is None else loss
     devices = None if mesh is None else as_mesh(mesh)
     if devices is not None:
         check_mesh(folder, method, devices)
+    runs, loss = as_sequences(runs, x, y, yq, loss)
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
-    count = 1 if devices is None else devices.size
-    use, why = (None, "") if method == "projected" else _probes(probes, data, loss, count)
-    if method == "projected" and probes not in ("auto", None):
-        raise ValueError(
-            'Trajectory: method="projected" takes random projections instead of probes. Give one of them.'
-        )
-    options = _Options(loss, method, use, leverage, combine, rank, devices)
+    use, why = probes_of(probes, data, loss, method, leverage, tokens, devices)
+    options = _Options(loss, method, use, leverage, combine, rank, devices, tokens)
     every = [(r, k) for r, run in enumerate(runs) for k in range(run.num_checkpoints)]
     work = _share(every, worker, folder)
     pieces = Pieces(folder, _fingerprint(data, options))
     total = np.zeros((data.xq.shape[0], data.x.shape[0]))
     squares, beside = np.zeros_like(total), []
+    parts: Any = 0.0  # of tokens, behind the scores of sequences
     count = len(work)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, k in work:
@@ -263,15 +265,18 @@ def attribute_runs(
                 lambda run=run, r=r, k=k: _normalised(run, r, k, data, options),
                 lambda run=run, k=k: _digest_run(run, k),
             ).astype(float)
-            scores = piece[:, BESIDE:]
+            scores = piece[:, BESIDE : BESIDE + total.shape[1]]
             total, squares = total + scores, squares + scores**2
+            parts = parts + piece[:, BESIDE + total.shape[1] :] / count
             beside.append(piece[:, :BESIDE])
             ticker.tick()
-    values = total / count
+    mean = values = total / count
     if combine == "shrunk":
         values = shrunk(values, squares / count - values**2, INDEPENDENT * len(runs))
     seconds = time.perf_counter() - start
     result = _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
+    if tokens:
+        result = replace(result, tokens=token_shares(parts, mean, values))
     if worker is None:
         return result
     said = (
@@ -299,16 +304,6 @@ def _share(
     return work[number::shares]
 
 
-def _probes(
-    probes: Any, data: "_Data", loss: AbstractLoss, devices: int
-) -> tuple[Probes | None, str]:
-    n, c, dtype = data.x.shape[0], data.num_outputs, data.targets.dtype
-    f = jax.ShapeDtypeStruct((n, c), dtype)
-    weights = jax.ShapeDtypeStruct((n,), dtype)
-    factor = eqx.filter_eval_shape(loss.hess_factor, f, data.targets, weights)
-    return chosen(probes, n, c, rank_of(factor, f), dtype, devices)
-
-
 def shrunk(mean: np.ndarray, variance: np.ndarray, independent: float) -> np.ndarray:
     """`m·m²/(m² + v/k)`: the mean of `k` noisy values times the share of its square that is not noise.
 
@@ -329,6 +324,7 @@ class _Options:
     combine: str
     rank: int
     mesh: Mesh | None = None
+    tokens: bool = False
 
 
 BESIDE = 2
@@ -346,6 +342,7 @@ class _Data:
     num_outputs: int
     yq: Any
     form: Form | None
+    dtype: Any
 
 
 def _check_data(
@@ -360,7 +357,7 @@ def _check_data(
     targets = loss.prepare_targets(y, c, model.dtype)
     check_rows("y", targets, features.shape[0], "point of x")
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
-    return _Data(features, targets, queries, quantity, c, yq, form)
+    return _Data(features, targets, queries, quantity, c, yq, form, model.dtype)
 
 
 def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> np.ndarray:
@@ -374,7 +371,7 @@ def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options)
         scored = mesh_scores(*given, mesh=options.mesh, **how)
     else:
         projected = options.rank if options.method == "projected" else None
-        scored = checkpoint_scores(*given, projected=projected, **how)
+        scored = checkpoint_scores(*given, projected=projected, tokens=options.tokens, **how)
     values = np.asarray(scored.values)
     check_finite(
         f"Trajectory, checkpoint {k}",
@@ -382,10 +379,12 @@ def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options)
         hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
     )
     size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
-    # A query that no point moves at this checkpoint has nothing to add.
+    if scored.tokens is not None:  # behind the scores, scaled by the same number
+        values = np.concatenate([values, scored.tokens.reshape(len(values), -1)], axis=1)
     found = np.zeros((values.shape[0], BESIDE + values.shape[1]), values.dtype)
     found[:, 0] = 0 if scored.left_out is None else scored.left_out
     found[:, 1] = 1 if scored.agreement is None else scored.agreement
+    # A query that no point moves at this checkpoint has nothing to add.
     found[:, BESIDE:] = values / np.where(size > 0, size, 1)
     return found
 
@@ -407,7 +406,7 @@ def _result(
         "closed-form leave-one-out" if options.leverage else "first-order effects",
         *SHRUNK_NOTE[: options.combine == "shrunk"],
         *([PROJECTED_NOTE] if options.method == "projected" else []),
-        *_said(options.probes, why, *beside),
+        *said_of(options.probes, why, *beside),
     )
     return Attribution(
         values=values,
@@ -430,22 +429,6 @@ def _result(
         xq=shown(data.xq, data.form),
         yq=None if data.yq is None else np.asarray(data.yq),
     )
-
-
-def _said(probes: Probes | None, why: str, left_out: float, agreement: float) -> list[str]:
-    """What a result says of its probes."""
-    found = []
-    if isinstance(probes, LeadingProbes):
-        found = [
-            f"{probes.m} leading direction(s) of outputs per point leave out {left_out:.2g} of the curvature"
-        ]
-    elif isinstance(probes, RandomProbes):
-        found = [f"{probes.m} random direction(s) of outputs per point, seed {probes.seed}"]
-    if isinstance(probes, RandomProbes) and probes.m > 1:
-        found.append(
-            f"scores of one half of the random directions and of the other correlate by {agreement:.2f}"
-        )
-    return [*found, *([why] if why else [])]
 
 
 def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
@@ -491,6 +474,7 @@ def _fingerprint(data: _Data, options: _Options) -> str:
         options.probes,
         options.leverage,
         options.rank if options.method == "projected" else 0,
+        options.tokens,
     ]
     arrays = (data.x, data.targets, data.xq, data.quantity.targets)
     return json.dumps([digest_of_all(arrays), *map(str, said)])

@@ -7,3 +7,4 @@ from ._factors import SoftmaxFactor as SoftmaxFactor
 from ._losses import Logistic as Logistic
 from ._losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
 from ._losses import SquaredError as SquaredError
+from ._tokens import TokenCrossEntropy as TokenCrossEntropy

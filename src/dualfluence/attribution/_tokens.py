@@ -1,0 +1,246 @@
+r"""Gradients of sequences along probes, block by block of sequences.
+
+A network of sequences has outputs `(n, T, V)`. One probe of sequence `i` is one backward pass with the
+cotangent `R_{it}ε_t/√m` at every token `t` at once: tokens are independent, so that cross terms vanish in
+the mean over draws. Outputs, gradients and probes of a block of sequences are made, used and dropped;
+nothing is kept that grows with `n·T·V`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
+from jaxtyping import Array, Float, PyTree
+
+from .._support.compile import filter_jit
+from .._support.memory import tile_budget, total_memory
+from .._support.points import is_tree
+from .._support.precision import HIGHEST, PRECISION
+from .._support.trees import common_dtype
+from ..kernels._linearized import Linearized
+from ..losses import AbstractLoss
+from ..problem._quantity import Quantity
+
+ROWS_SHARE = 0.2
+"""Share of the memory for gradients that are held at once. If all fit, every gradient is computed once."""
+
+LOGIT_COPIES = 6
+"""Arrays of the size of a sequence's outputs in one of its backward passes: outputs, probabilities, signs,
+cotangent, and what the compiler keeps between them."""
+
+
+class Flat(eqx.Module):
+    """A network of sequences with the outputs of a sequence in one row: `(n, T, V)` as `(n, T·V)`."""
+
+    apply_fn: Any = eqx.field(static=True)
+
+    def __call__(self, params: PyTree, x: Any) -> Float[Array, "n c"]:
+        f = self.apply_fn(params, x)
+        if getattr(f, "ndim", 0) != 3:
+            raise ValueError(
+                "TokenCrossEntropy needs outputs of shape (n, T, V), a number for every token and every word "
+                f"of the vocabulary, got {getattr(f, 'shape', type(f).__name__)}."
+            )
+        return f.reshape(f.shape[0], -1).astype(common_dtype(f.dtype, jnp.float32))
+
+
+def outputs_shape(apply_fn: Any, params: PyTree, x: Any) -> tuple[int, ...] | None:
+    """The shape of the network's outputs for one sequence, or `None` if it cannot be found."""
+    try:
+        first = jax.tree.map(lambda a: jnp.asarray(a)[:1], x) if is_tree(x) else jnp.asarray(x)[:1]
+        return tuple(eqx.filter_eval_shape(apply_fn, params, first).shape[1:])
+    except Exception:  # user code may raise anything; what follows says it by name
+        return None
+
+
+def check_tokens(name: str, targets: Any, length: int) -> None:
+    """Raise unless targets have as many tokens as the outputs."""
+    shape = jnp.shape(targets)
+    if len(shape) == 2 and shape[1] != length:
+        raise ValueError(
+            f"{name}: targets have {shape[1]} tokens per sequence, the network's outputs {length}. Both need "
+            "the same length: pad targets with -100, which counts for nothing. A causal network predicts "
+            "tokens[:, 1:] from tokens[:, :-1]."
+        )
+
+
+class Sequences(eqx.Module):
+    """Training sequences at one checkpoint, for gradients of any block of them."""
+
+    model: Linearized
+    x: Array
+    targets: Array
+    keys: Array
+    loss: AbstractLoss = eqx.field(static=True)
+    m: int = eqx.field(static=True)
+
+    @classmethod
+    def of(
+        cls, model: Linearized, x: Array, targets: Array, loss: AbstractLoss, m: int, key: Array
+    ) -> "Sequences":
+        # One key per sequence, and below one per token: neither blocks nor padding change a draw.
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(x.shape[0]))
+        return cls(model, x, targets, keys, loss, m)
+
+    @property
+    def num(self) -> int:
+        return self.x.shape[0]
+
+    def terms(self, f: Array, target: Array, key: Array) -> tuple[Array, Array]:
+        """Probes `(c, m)` and the gradient of the mean loss, `(c,)`, of one sequence with outputs `f`."""
+        share = jnp.full((1,), 1 / self.num, f.dtype)
+        factor = self.loss.hess_factor(f[None], target[None], share)
+        T, V = target.shape[0], f.shape[0] // target.shape[0]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(T))
+        signs = jax.vmap(lambda k: jax.random.rademacher(k, (V, self.m), f.dtype))(keys)
+        P = factor.mv(signs.reshape(1, T * V, self.m))[0]
+        g = share * self.loss.grad(f[None], target[None])[0]
+        return P / jnp.sqrt(jnp.asarray(self.m, f.dtype)), g
+
+    def gradients(self, row: tuple[Array, Array, Array]) -> PyTree:
+        """`JᵀP` and `Jᵀg` of one sequence, `m + 1` on axis 0 of every leaf."""
+        x, target, key = row
+        theta, outputs = self.model._outputs()
+        f, back = jax.vjp(lambda t: outputs(t, x[None])[0], theta)
+        P, g = self.terms(f, target, key)
+        return jax.vmap(back)(jnp.concatenate([P.T, g[None]]))[0]
+
+    def at_once(self, rows: int) -> int:
+        """Sequences of which the backward passes with `rows` cotangents fit into the work space."""
+        c = self.model.apply_shape(self.x[:1])[1]
+        each = (rows * (LOGIT_COPIES * c + 2 * self.model.num_params)) * 4
+        return max(1, tile_budget(8 * each) // each)
+
+
+class Queries(eqx.Module):
+    """Queries at one checkpoint: `Jᵀv` of any block of them."""
+
+    model: Linearized
+    x: Array
+    quantity: Quantity
+
+    @property
+    def num(self) -> int:
+        return self.x.shape[0]
+
+    def gradient(self, row: tuple[Array, Array]) -> PyTree:
+        x, target = row
+        theta, outputs = self.model._outputs()
+        f, back = jax.vjp(lambda t: outputs(t, x[None])[0], theta)
+        return back(self.quantity.grad(f[None], target[None])[0])[0]
+
+
+def token_blocks(
+    train: Sequences, queries: Queries
+) -> tuple[Iterator[tuple[int, Array]], Iterator[tuple[int, Array]]]:
+    """The kernel along every probe and `g`, by blocks of rows; and that of the queries along `v`."""
+    panel, size = panel_size(train), query_panel(train, queries)
+    whole = train_rows(train, 0, train.num) if panel >= train.num else None
+
+    def against(left: Array) -> Array:
+        """`left`, rows of gradients, times those of every sequence."""
+        tiles = []
+        for start in range(0, train.num, panel):
+            right = whole if whole is not None else train_rows(train, start, panel)
+            tiles.append(_product(left, right))
+        return jnp.concatenate(tiles, axis=-2)
+
+    def rows() -> Iterator[tuple[int, Array]]:
+        for start in range(0, train.num, panel):
+            yield start, against(whole if whole is not None else train_rows(train, start, panel))
+
+    def cross() -> Iterator[tuple[int, Array]]:
+        for start in range(0, queries.num, size):
+            yield start, against(query_rows(queries, start, size))
+
+    return rows(), cross()
+
+
+def panel_size(train: Sequences) -> int:
+    """Sequences whose gradients are held at once: all, or half of what two panels may take."""
+    each = (train.m + 1) * train.model.num_params * jnp.dtype(train.model.dtype).itemsize
+    most = int(ROWS_SHARE * total_memory()) // each
+    return train.num if most >= train.num else max(1, most // 2)
+
+
+def query_panel(train: Sequences, queries: Queries) -> int:
+    """Queries whose gradients take no more than a panel of sequences."""
+    return min(queries.num, max(1, panel_size(train) * (train.m + 1)))
+
+
+def train_rows(train: Sequences, start: int, size: int) -> Float[Array, "b r p"]:
+    """`JᵀP` and `Jᵀg` of sequences from `start` on as rows."""
+    stop = min(start + size, train.num)
+    here = (train.x[start:stop], train.targets[start:stop], train.keys[start:stop])
+    return _train_rows(train, here, min(train.at_once(train.m + 1), stop - start))
+
+
+@filter_jit
+def _train_rows(train: Sequences, here: Any, size: int) -> Array:
+    with jax.default_matmul_precision(PRECISION):
+        return jax.lax.map(
+            lambda row: _flat(train.gradients(row), train.m + 1), here, batch_size=size
+        )
+
+
+def query_rows(queries: Queries, start: int, size: int) -> Float[Array, "b p"]:
+    """`Jᵀv` of queries from `start` on as rows."""
+    here = (queries.x[start : start + size], queries.quantity.targets[start : start + size])
+    return _query_rows(queries, here)
+
+
+@filter_jit
+def _query_rows(queries: Queries, here: Any) -> Array:
+    with jax.default_matmul_precision(PRECISION):
+        # One by one: there are few, and their outputs may be large.
+        return jax.lax.map(lambda row: _flat(queries.gradient(row), 1)[0], here)
+
+
+def _flat(tree: PyTree, rows: int) -> Array:
+    leaves = [leaf.reshape(rows, -1) for leaf in jax.tree.leaves(tree)]
+    dtype = common_dtype(jnp.float32, *leaves)
+    return jnp.concatenate([leaf.astype(dtype) for leaf in leaves], axis=1)
+
+
+@filter_jit
+def _product(left: Float[Array, "*b p"], right: Float[Array, "n r p"]) -> Array:
+    return jnp.einsum("...p,nrp->...nr", left, right, precision=HIGHEST)
+
+
+def directions_of(
+    train: Sequences, queries: Queries, solved: Float[Array, "s q"], ridge: Array
+) -> Float[Array, "q p"]:
+    r"""`z_q = (J_qᵀv_q − Σᵢ JᵢᵀPᵢV_{iq})/λ`: the score of a sequence is `z_qᵀJᵢᵀgᵢ`."""
+    panel, m = panel_size(train), train.m
+    z = query_rows(queries, 0, queries.num)
+    V = solved.reshape(train.num, m, -1)
+    for start in range(0, train.num, panel):
+        rows = train_rows(train, start, panel)
+        part = V[start : start + rows.shape[0]]
+        z = z - jnp.einsum("nrp,nrq->qp", rows[:, :m], part, precision=HIGHEST)
+    return z / ridge
+
+
+@filter_jit
+def token_parts(train: Sequences, z: Float[Array, "q p"]) -> Float[Array, "q n t"]:
+    """`z_qᵀJᵢᵀgᵢ` token by token: one forward derivative for each pair of query and sequence."""
+    theta, outputs = train.model._outputs()
+    rebuilt = ravel_pytree(theta)[1]
+    size = min(z.shape[0], train.at_once(1))
+
+    def one(row: tuple[Array, Array, Array]) -> Array:
+        x, target, _ = row
+        f, push = jax.linearize(lambda t: outputs(t, x[None])[0], theta)
+        g = train.loss.grad(f[None], target[None])[0] / train.num
+
+        def along(direction: Array) -> Array:
+            return jnp.sum((g * push(rebuilt(direction))).reshape(target.shape[0], -1), axis=1)
+
+        return jax.lax.map(along, z, batch_size=size)
+
+    with jax.default_matmul_precision(PRECISION):
+        parts = jax.lax.map(one, (train.x, train.targets, train.keys))
+    return jnp.swapaxes(parts, 0, 1)
