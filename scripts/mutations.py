@@ -27,8 +27,12 @@ LABELS = {
     "notes",
     "title",
     "stacklevel",
+    "maxsize",
+    "strict",
 }
-"""Arguments that are shown, not computed with."""
+"""Arguments that are shown or guard, not computed with: sizes of caches, equal lengths of what is zipped."""
+SYMMETRIC = {"min", "max", "minimum", "maximum", "vdot", "union1d", "hypot", "logaddexp"}
+"""Functions of two arguments in any order."""
 SPOKEN = {"warn", "debug", "info", "echo", "print", "append_note", "note", "tick", "advance"}
 """Calls whose loss or arguments change what is said, not what is computed."""
 
@@ -205,7 +209,8 @@ class Finder(ast.NodeVisitor):
             arg for arg in node.args[:2] if not isinstance(arg, ast.Starred | ast.GeneratorExp)
         ]
         one, two = (self.at.text(arg) for arg in plain) if len(plain) == 2 else ("", "")
-        if one != two and _called(node) not in ("isinstance", "getattr", "hasattr", "setattr"):
+        fixed = SYMMETRIC | {"isinstance", "getattr", "hasattr", "setattr"}
+        if one != two and _called(node) not in fixed:
             between = self.at.source[self.at.stop(plain[0]) : self.at.start(plain[1])].decode()
             start, stop = self.at.start(plain[0]), self.at.stop(plain[1])
             self.add(start, stop, f"{two}{between}{one}", "swapped arguments")

@@ -23,7 +23,9 @@ def clipped(x: "float | 1", low: Literal[0, 1] = 0, *, progress=True) -> "int < 
     check(x, low)
     if x < low and not progress:
         raise ValueError(f"expected {x + 1}, got {low - 1}")
-    θ = -x
+    θ = -max(x, low)
+    for a, b in zip(y, y, strict=True):
+        pass
     log(θ, progress=True)
     return θ * 2.5
 '''
@@ -47,7 +49,7 @@ def test_every_kind_of_bug_is_planted_once_and_nothing_else():
         ("condition", "x < low and not progress -> (not (x < low and not progress))"),
         ("and/or", "and -> or"),
         ("comparison", "< -> <="),
-        ("sign", "-x -> x"),
+        ("sign", "-max(x, low) -> max(x, low)"),
         ("sign", "θ * 2.5 -> -(θ * 2.5)"),
         ("operator", "* -> /"),
         ("constant", "2.5 -> (5.0)"),
