@@ -154,6 +154,5 @@ def test_a_matrix_that_rounding_made_indefinite_is_shifted_by_little():
     made = LinearSystem(op, factor, ridge, b, op.mv(b), NoPreconditioner(), jnp.asarray(1e-10))
     found = solvers.Cholesky().solve(made)
     assert np.isfinite(np.asarray(found.value)).all()
-    assert float(found.jitter) > 0
-    shift = float(found.jitter) * 1e-16  # how much larger than λ
-    assert shift <= 64 * np.finfo(float).eps * np.trace(K)
+    # By how much λ was raised: four units of rounding of the trace.
+    assert 0 < float(found.jitter) <= 5 * np.finfo(float).eps * np.trace(K)

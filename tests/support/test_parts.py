@@ -212,7 +212,7 @@ def test_queries_and_features_have_points():
     ):
         with pytest.raises(ValueError, match=words):
             checks.as_features("x", features)
-    np.testing.assert_array_equal(checks.as_dtype("x", [1.0, 2.0], np.uint8), [1, 2])
+    np.testing.assert_array_equal(checks.as_dtype("x", [0.0, 2.0], np.uint8), [0, 2])
     for wide, narrow in ((1e300, np.float32), (70000, np.float16)):
         with pytest.raises(ValueError, match="overflows"):
             checks.as_dtype("x", np.asarray(wide), narrow)

@@ -17,8 +17,6 @@ import dualfluence as dfl
 import problems
 from users import ordinary
 
-pytestmark = pytest.mark.thorough
-
 # By its path: another module beside it has the name of an installed package.
 FOLDER = Path(__file__).parents[2] / "benchmarks/forgetting"
 SPEC = importlib.util.spec_from_file_location("forgetting", FOLDER / "__init__.py")
@@ -63,6 +61,7 @@ def test_auc_counts_pairs():
     np.testing.assert_allclose(dfl.unlearning.membership_auc(a, b), want)
 
 
+@pytest.mark.thorough
 def test_ours_is_nearer_to_retraining_than_the_baselines():
     p = problems.linear_problem(24, 2, 30, "softmax", ridge=0.05)
     y = p.labels
@@ -124,6 +123,7 @@ def _trained(models=6):
     return nets, setting, network.unstack(before), exact[:models], exact[models:], keys
 
 
+@pytest.mark.thorough
 def test_networks_trained_together_are_those_of_plain_sgd():
     nets, setting, _, exact, _, keys = _trained()
     weights = nets.weights(setting.forgotten) * 20 / 16
@@ -146,6 +146,7 @@ def test_networks_trained_together_are_those_of_plain_sgd():
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.thorough
 def test_forgotten_points_leave_no_trace_in_retraining():
     nets, setting, _, exact, _, keys = _trained()
     labels = nets.y.copy()
@@ -165,6 +166,7 @@ def _rows(found, reference, nets, setting):
     }
 
 
+@pytest.mark.thorough
 def test_no_unlearning_lies_above_the_floor_of_retraining():
     nets, setting, before, exact, reference, _ = _trained()
     judged = {
@@ -179,6 +181,7 @@ def test_no_unlearning_lies_above_the_floor_of_retraining():
     np.testing.assert_allclose(nothing.distance, 1)
 
 
+@pytest.mark.thorough
 def test_a_method_that_returns_the_retrained_outputs_gets_the_floor():
     nets, setting, before, exact, reference, _ = _trained()
     floor = network.judge(nets, exact, before, exact, setting)
@@ -190,6 +193,7 @@ def test_a_method_that_returns_the_retrained_outputs_gets_the_floor():
     assert measures.margin_error(perfect, floor, setting) == 0
 
 
+@pytest.mark.thorough
 def test_one_step_of_ours_is_the_gauss_newton_step_of_parameter_space_where_training_has_converged():
     nets, setting, before, _, _, keys = _trained()
     long = dataclasses.replace(nets, epochs=1500, batch=20, rate=0.3)
@@ -202,6 +206,7 @@ def test_one_step_of_ours_is_the_gauss_newton_step_of_parameter_space_where_trai
     assert dfl.metrics.distance(ours.params, theirs.params) < 2 * left + 1e-5
 
 
+@pytest.mark.thorough
 def test_methods_on_a_network_come_nearer_to_retraining_than_nothing_does():
     nets, setting, before, exact, _, keys = _trained()
     truth = network.judge(nets, exact, before, exact, setting)
@@ -220,6 +225,7 @@ def test_methods_on_a_network_come_nearer_to_retraining_than_nothing_does():
         assert measures.margin_error(after, truth, setting) < limit, name
 
 
+@pytest.mark.thorough
 def test_intervals_hold_the_value_and_are_the_same_again():
     nets, setting, before, exact, reference, _ = _trained()
     found = {"retraining": (network.judge(nets, before, before, exact, setting), exact)}
