@@ -20,7 +20,6 @@ import numpy as np
 
 import dualfluence as dfl
 from dualfluence.apps.compare._networks import fully_connected
-from dualfluence.dual._many import problem_of
 from dualfluence.linalg._inverse import folded
 
 
@@ -36,7 +35,7 @@ def median_seconds(call, repeats):
 
 def cholesky_seconds(fitted, repeats):
     """One factor of the fit's own `B = λI + RᵀKR`."""
-    factor = problem_of(fitted).factor(fitted.state)
+    factor = fitted.problem_on_device().factor(fitted.state)
     B = folded(fitted.kernel_op.matrix, fitted.num_outputs, factor)
     B = B + fitted.ridge * jnp.eye(B.shape[0], dtype=B.dtype)
     return median_seconds(lambda: jax.scipy.linalg.cho_factor(B, lower=True)[0], repeats)

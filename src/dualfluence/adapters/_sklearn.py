@@ -20,8 +20,8 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._support.wide import double
 from ..attribution._attribution import Attribution
+from ..dual._course import default_tolerance
 from ..dual._outcome import FLOOR_LIMIT
-from ..dual._train import default_tolerance
 from ..fitted._fit import fit
 from ..fitted._fitted import Fitted
 from ..fitted._io import load

@@ -20,8 +20,8 @@ from .._support.points import shown
 from .._support.precision import HIGHEST
 from .._support.progress import ProgressFn, Ticker
 from .._support.tiles import even_size
-from ..dual._many import columns_at_once, reweighted
 from ..dual._model import TrainedModel
+from ..dual._reweighted import columns_at_once, reweighted
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution, GroupAttribution
 from ._leave_one_out import Steps, leave_one_out
@@ -76,7 +76,7 @@ def attribute(
                 own[block] = train(steps, padded, first_order)[: block.size]
                 without[block] += np.asarray(steps.own)[: block.size]
                 if steps.distance_bound is not None:
-                    bounds[block] = steps.distance_bound[: block.size] + _gap(fitted)
+                    bounds[block] = steps.distance_bound[: block.size]
                 ticker.tick(block.size)
         check_finite("attribute", own, hint=OVERFLOW)
     stats = {
@@ -168,17 +168,9 @@ def _leave_sets_out(
             reading = _low_rank_reading(fitted, delta)
             for where, change in read(Steps(reading, reading)):
                 changes[where, block] = change
-            bounds[block] = many.distance_bound + _gap(fitted)
+            bounds[block] = many.distance_bound
             ticker.tick(block.size)
     return changes, bounds
-
-
-def _gap(fitted: TrainedModel) -> float:
-    """What no edit removes: the trained parameters' distance to `θ₀ + Jᵀα`, or no bound at all."""
-    reference = fitted.reference
-    if reference is None:
-        return 0.0
-    return reference.gap if reference.certified else np.inf
 
 
 def _low_rank_reading(fitted: TrainedModel, delta: Float[Array, "n c k"]) -> Array:

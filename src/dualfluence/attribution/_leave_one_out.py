@@ -23,11 +23,13 @@ from jaxtyping import Array, Float, Int
 from .._support.compile import filter_jit
 from .._support.memory import total_memory
 from .._support.precision import HIGHEST
-from ..dual._many import SharedInverse, plain, problem_of, reweighted
 from ..dual._model import TrainedModel
+from ..dual._reweighted import reweighted
 from ..linalg import AbstractInverse
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import DenseOperator, KroneckerOperator, LowRankOperator
+from ..solvers import AbstractPreconditioner
+from ..solvers._preconditioner import Apply
 from ._system import cholesky_inverse, spectral_inverse, system_cholesky
 
 MAX_FACTORS = 8
@@ -252,8 +254,8 @@ def leave_one_out(
     fitted: TrainedModel, *, first_order: bool = False, until: float | None = None
 ) -> AbstractLeaveOneOut:
     """The form for this kernel and loss; `until` asks for iterated, certified answers."""
-    op, dtype = plain(fitted.kernel_op), fitted.state.alpha.dtype
-    problem = problem_of(fitted)
+    op, dtype = fitted.kernel_op.narrow, fitted.state.alpha.dtype
+    problem = fitted.problem_on_device()
     terms = Terms(fitted.state.alpha, problem.loss_grad(fitted.state), problem.factor(fitted.state))
     weights = np.asarray(fitted.data.weights)
     ridges = fitted.ridge * (np.ones_like(weights) if first_order else 1 - weights)
@@ -279,17 +281,33 @@ def leave_one_out(
     return batched
 
 
+class SharedInverse(AbstractPreconditioner):
+    """`B⁻¹` of the fit itself: one point more or less changes `B` by a matrix of rank `c`.
+
+    For leave-one-out systems CG then takes a handful of iterations. Not for edits of many points.
+    """
+
+    chol: Float[Array, "m m"]
+
+    def inverse(self, factor: AbstractFactor, ridge: Float[Array, ""]) -> Apply:
+        def apply(v: Float[Array, "n c"]) -> Float[Array, "n c"]:
+            flat = jax.scipy.linalg.cho_solve((self.chol, True), v.reshape(-1))
+            return flat.reshape(v.shape)
+
+        return apply
+
+
 def shared_inverse(fitted: TrainedModel) -> SharedInverse | None:
     """A preconditioner for leave-one-out systems, where `K` is small enough to factor."""
-    op = plain(fitted.kernel_op)
+    op = fitted.kernel_op.narrow
     size = op.num_points * op.num_outputs
     if not op.has_entries or size > DIRECT_PRECONDITIONER:
         return None
     K = op.dense().astype(fitted.state.alpha.dtype)
-    factor = problem_of(fitted).factor(fitted.state)
-    return SharedInverse(
-        system_cholesky(K, op.num_outputs, factor, jnp.asarray(fitted.ridge, K.dtype))
-    )
+    factor = fitted.problem_on_device().factor(fitted.state)
+    chol = system_cholesky(K, op.num_outputs, factor, jnp.asarray(fitted.ridge, K.dtype))
+    # Factored in the precision of the model, and applied in that of the linear solves.
+    return SharedInverse(chol.astype(op.dtype))
 
 
 def _factor_words(ridges: np.ndarray) -> str:

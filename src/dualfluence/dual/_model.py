@@ -7,6 +7,8 @@ which puts it together, comes last.
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -84,6 +86,10 @@ class TrainedModel(DualModel):
         """The objective on this training set, or on an edited one with the same rows."""
         data = data or self.data
         return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
+
+    def problem_on_device(self) -> Problem:
+        """The same with its weights and ridge on the device, for use outside of compiled functions."""
+        return jax.tree.map(jnp.asarray, self.problem())
 
     def _widened(self, certificate: Certificate) -> Certificate:
         """The dual variables' own certificate, made true for parameters as they are handed out."""

@@ -18,7 +18,7 @@ from .._support.compile import filter_jit
 from ..losses._factors import check_convex
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach
-from ..problem._objective import AnyArray, Problem, State
+from ..problem._objective import AnyArray, Problem, State, each_column
 from ..solvers import AbstractDualSolver, AbstractPreconditioner, LinearSystem, Solution
 
 ARMIJO = 1e-4
@@ -78,16 +78,20 @@ class StepReport(NamedTuple):
     noise: float
 
     @classmethod
-    def unpack(cls, packed: Float[Array, " k"]) -> "StepReport":
+    def unpack(cls, packed: Float[Array, " fields *k"]) -> "list[StepReport]":
+        """One report for each column, or a single one."""
         check_concrete("edit", packed)
-        values = cls(*np.asarray(packed).tolist())
-        return values._replace(
-            iterations=int(values.iterations),
-            products=int(values.products),
-            converged=bool(values.converged),
-            settled=bool(values.settled),
-            lighter=bool(values.lighter),
-        )
+        columns = np.asarray(packed).reshape(len(cls._fields), -1).T.tolist()
+        return [
+            values._replace(
+                iterations=int(values.iterations),
+                products=int(values.products),
+                converged=bool(values.converged),
+                settled=bool(values.settled),
+                lighter=bool(values.lighter),
+            )
+            for values in map(cls._make, columns)
+        ]
 
     def certificate(self, ridge: float) -> Certificate:
         norms = self.gradient_norm, self.rounding, self.parameter_norm
@@ -115,13 +119,18 @@ def inspect(
     return Point(state, rho, k_rho, measure_norms(problem, state, rho, k_rho, diagonal))
 
 
-inspect_jit = filter_jit(inspect)
+@filter_jit
+def inspect_jit(
+    op: AbstractKernelOperator, problem: Problem, state: State, diagonal: Float[Array, "n c"]
+) -> Point:
+    """`inspect` for one column of weights or many, compiled."""
+    return each_column(lambda p, s: inspect(op, p, s, diagonal), problem, state)
 
 
 @filter_jit
-def op_mv(op: AbstractKernelOperator, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
-    """`K v`, compiled."""
-    return op.mv(v)
+def op_mv(op: AbstractKernelOperator, v: Float[Array, "n c *k"]) -> Float[Array, "n c *k"]:
+    """`K v` for one column or many, compiled."""
+    return op.mv(v) if v.ndim == 2 else op.mm(v)
 
 
 @filter_jit
@@ -137,11 +146,11 @@ def _newton_step(
     diagonal: Float[Array, "n c"],
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
-    rtol: Float[Array, ""],
-    damping: Float[Array, ""] | None,
+    rtol: Float[AnyArray, ""],
+    damping: Float[AnyArray, ""] | None,
     first: Bool[AnyArray, ""] | None = None,
-) -> tuple[Point, Float[Array, " k"]]:
-    """One step of (★) from `point`; with `damping`, one that lowers the objective.
+) -> tuple[Point, Float[Array, " fields"]]:
+    """One step of (★) for one column; with `damping`, one that lowers the objective.
 
     `damping` is in units of what rounding alone asks for, and 1 unless an earlier step failed. The `first`
     step of a run may be taken for the rounding that it takes away.
@@ -187,7 +196,48 @@ def _newton_step(
     return new, jnp.stack([jnp.asarray(value, t.dtype) for value in packed])
 
 
-newton_step = filter_jit(_newton_step)
+@filter_jit
+def newton_step(
+    op: AbstractKernelOperator,
+    problem: Problem,
+    point: Point,
+    diagonal: Float[Array, "n c"],
+    solver: AbstractDualSolver,
+    preconditioner: AbstractPreconditioner,
+    rtol: Float[AnyArray, "*k"],
+    damping: Float[AnyArray, "*k"],
+    first: Bool[AnyArray, "*k"],
+    moving: Bool[AnyArray, " k"] | None = None,
+) -> tuple[Point, Float[Array, " fields *k"]]:
+    """A damped step for one column of weights or many; columns that are not `moving` stay where they are."""
+
+    def step(
+        problem: Problem, point: Point, rtol: Any, damping: Any, first: Any, moving: Any
+    ) -> Any:
+        new, packed = _newton_step(
+            op, problem, point, diagonal, solver, preconditioner, rtol, damping, first
+        )
+        return new if moving is None else choose(moving, new, point), packed
+
+    return each_column(step, problem, point, rtol, damping, first, moving)
+
+
+@filter_jit
+def choose(flag: Bool[AnyArray, "*k"] | np.ndarray, yes: Point, no: Point) -> Point:
+    """`yes` where the flag of a column is set, `no` elsewhere."""
+    return jax.tree.map(lambda a, b: jnp.where(flag, a, b), yes, no)
+
+
+@filter_jit
+def as_columns(alpha: Float[Array, "n c k"], k_alpha: Float[Array, "n c k"]) -> State:
+    """One state for each column, right after the product `Kα`."""
+    return jax.vmap(State, in_axes=-1, out_axes=-1)(alpha, k_alpha)
+
+
+@filter_jit
+def repeated(state: State, k: int) -> State:
+    """The same state for each of `k` columns, drift included."""
+    return jax.tree.map(lambda a: jnp.repeat(jnp.asarray(a)[..., None], k, axis=-1), state)
 
 
 @filter_jit
@@ -198,11 +248,16 @@ def influence_step(
     diagonal: Float[Array, "n c"],
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
-    rtol: Float[Array, ""],
-) -> tuple[Point, Float[Array, " k"]]:
-    """`inspect` and an undamped `newton_step` in one compiled program: the influence function."""
-    start = inspect(op, problem, state, diagonal)
-    return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, damping=None)
+    rtol: Float[AnyArray, "*k"],
+) -> tuple[Point, Float[Array, " fields *k"]]:
+    """The influence function for one column of weights or many: `inspect` and an undamped step, in one
+    compiled program."""
+
+    def step(problem: Problem, state: State, rtol: Any) -> tuple[Point, Array]:
+        start = inspect(op, problem, state, diagonal)
+        return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, None)
+
+    return each_column(step, problem, state, rtol)
 
 
 def _moved(state: State, step: Solution, t: Array, root: Float[Array, "n c"]) -> State:

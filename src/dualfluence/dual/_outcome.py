@@ -6,7 +6,6 @@ import jax.numpy as jnp
 
 from ..problem._certificate import Certificate
 from ..problem._record import NotConverged, OnFailure, Stats
-from ._newton import Point
 
 Ending = Literal["met", "steps", "floor", "stalled"]
 """Why a run stopped: at its tolerance, after the steps asked for, where the gradient is all rounding,
@@ -26,9 +25,9 @@ UNDERFLOW = 1e-100
 
 
 class Outcome(NamedTuple):
-    """One run, whoever asked for it.
+    """One column of a run, whoever asked for it.
 
-    - `point`, `certificate`: where it ended, and how near that is to the optimum.
+    - `certificate`: how near its end is to the optimum.
     - `ending`: why it stopped.
     - `solved`: whether the last linear solve reached its residual.
     - `output_share`: the certified error of any output over the largest output.
@@ -36,7 +35,6 @@ class Outcome(NamedTuple):
     - `jitter`: how much larger than `λ` the ridge of any step's system was.
     """
 
-    point: Point
     certificate: Certificate
     ending: Ending
     solved: bool

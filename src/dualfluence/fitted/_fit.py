@@ -13,9 +13,9 @@ from .._support.options import check_count, check_positive, check_progress, mayb
 from .._support.points import enter_points
 from .._support.progress import ProgressFn
 from .._support.wide import double, has_float64
+from ..dual._course import MAX_STEPS, Goal, fit_goal
 from ..dual._newton import op_diagonal
 from ..dual._outcome import check_outcome
-from ..dual._train import MAX_STEPS, Goal, fit_goal
 from ..losses import AbstractLoss
 from ..models._checks import check_network
 from ..models._options import KernelArgument, KernelOptions, kernel_options

@@ -17,9 +17,9 @@ from .._support.wide import in_own_precision
 from ..attribution._attribute import attribute, attribute_groups
 from ..attribution._attribution import Attribution, GroupAttribution
 from ..attribution._ridge_path import RidgePath, ridge_path
+from ..dual._course import MAX_STEPS, Goal, fit_goal
 from ..dual._model import TrainedModel
 from ..dual._newton import op_diagonal
-from ..dual._train import MAX_STEPS, Goal, fit_goal
 from ..models._sharded import ShardedSource
 from ..operators._layout import Device, as_mesh, on_mesh
 from ..problem._edits import AbstractEdit, apply_edits

@@ -9,11 +9,12 @@ from .._support.checks import NotFinite, check_fraction
 from .._support.options import check_on_failure, check_progress, check_solver
 from .._support.progress import ProgressFn
 from .._support.wide import double, widened
+from ..dual._course import Goal, default_rtol
 from ..dual._fidelity import still_linear
 from ..dual._model import Trained, TrainedModel
 from ..dual._newton import op_mv
 from ..dual._outcome import Ending, check_outcome
-from ..dual._train import Goal, Machine, default_rtol, take_one_step, train
+from ..dual._train import Machine, take_one_step, train
 from ..problem._edits import TrainingSet
 from ..problem._objective import State
 from ..problem._record import NOT_DONE, Clock, NotConverged, OnFailure
@@ -125,13 +126,13 @@ def _run(
         how.what,
     )
     if goal.counts_steps and goal.max_steps == 1:
-        outcome = take_one_step(machine, problem, start, rtol)
+        point, (outcome,) = take_one_step(machine, problem, start, rtol)
     else:
-        outcome = train(machine, problem, start, goal, rtol=rtol, progress=how.progress)
+        point, (outcome,) = train(machine, problem, start, goal, rtol=rtol, progress=how.progress)
     update = Update(
         source=model.source,
         data=data,
-        state=outcome.point.state,
+        state=point.state,
         reference=model.reference,
         before=model,
         certificate=model._widened(outcome.certificate),
@@ -149,7 +150,7 @@ def _run(
             )
     stats = outcome.stats(
         at_end if goal.counts_steps else reached,
-        clock.stop(outcome.point),
+        clock.stop(point),
         type(picked.solver).describe(picked.solver, model.kernel_op),  # bound, it takes 0.1 ms
         picked.reason,
         notes + outcome.notes(dtype),

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from .._support.checks import check_concrete
@@ -116,11 +117,18 @@ class Norms(eqx.Module):
 
     def certificate(self, ridge: float) -> Certificate:
         """The same on the host, as plain numbers."""
+        (only,) = self.certificates(ridge)
+        return only
+
+    def certificates(self, ridge: float) -> list[Certificate]:
+        """One certificate for each column, or a single one."""
         check_concrete("certificate", self.gradient)
-        gradient, rounding, parameters, noise = map(
-            float, jax.device_get((self.gradient, self.rounding, self.parameters, self.noise))
-        )
-        return Certificate(gradient, rounding, parameters, ridge, noise=noise)
+        parts = jax.device_get((self.gradient, self.rounding, self.parameters, self.noise))
+        columns = zip(*(np.ravel(part).tolist() for part in parts), strict=True)
+        return [
+            Certificate(gradient, rounding, parameters, ridge, noise=noise)
+            for gradient, rounding, parameters, noise in columns
+        ]
 
 
 def measure_norms(

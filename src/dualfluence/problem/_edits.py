@@ -230,12 +230,12 @@ def targets_like(
 
 
 def normalised(sample_weights: np.ndarray) -> np.ndarray:
-    """`s / Σs`, also if the sum overflows float64."""
+    """`s / Σs`, for each column if there are several, also if the sum overflows float64."""
     with np.errstate(over="ignore"):
-        total = sample_weights.sum()
-    if not FLOAT.tiny <= total <= FLOAT.max:
-        sample_weights = sample_weights / sample_weights.max()
-        total = sample_weights.sum()
+        total = sample_weights.sum(axis=0)
+    if not np.all((total >= FLOAT.tiny) & (total <= FLOAT.max)):
+        sample_weights = sample_weights / sample_weights.max(axis=0)
+        total = sample_weights.sum(axis=0)
     return sample_weights / total
 
 

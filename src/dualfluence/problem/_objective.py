@@ -5,9 +5,11 @@ $$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0
   \nabla L_w = J^\top\rho,\quad \rho = g + \lambda\alpha .$$
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -51,7 +53,8 @@ class State(eqx.Module):
 class Problem(eqx.Module):
     """A weighted training set and its kernel: `f = offset + Kα`.
 
-    - `loss`, `targets`, `weights`: `ℓ`, `y` and `w`, which sum to one.
+    - `loss`, `targets`, `weights`: `ℓ`, `y` and `w`, which sum to one. Weights `(n, k)` stand for `k`
+      problems, which `each_column` tells apart.
     - `ridge`: `λ`.
     - `offset`: outputs at `α = 0`.
     - `epsilon`: rounding unit of the arithmetic that made `K` and the outputs; by default that of
@@ -114,6 +117,21 @@ class Problem(eqx.Module):
     def factor(self, state: State) -> AbstractFactor:
         """`R` with `RRᵀ = W`."""
         return self.loss.hess_factor(self.outputs(state), self.targets, self.weights)
+
+
+def each_column(fn: Callable[..., Any], problem: Problem, *args: Any) -> Any:
+    """`fn(problem, *args)`, or the same for each column of weights if they are `(n, k)`.
+
+    Columns share all of the problem but the weights. Every array of `args` and of the result then has one
+    more axis, the last. A product with `K` inside of `fn` becomes one product with `k` columns.
+    """
+    if problem.weights.ndim == 1:
+        return fn(problem, *args)
+
+    def column(weights: Array, args: tuple[Any, ...]) -> Any:
+        return fn(eqx.tree_at(lambda p: p.weights, problem, weights), *args)
+
+    return jax.vmap(column, in_axes=-1, out_axes=-1)(problem.weights, args)
 
 
 def make_problem(

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from .._support.columns import any_column
 from .._support.options import check_count
 from ._base import AbstractDualSolver, LinearSystem, Solution
 
@@ -131,8 +132,11 @@ class CG(AbstractDualSolver):
         lost = jnp.linalg.norm(system.k_b) > limit * ridge * jnp.linalg.norm(summed)
         cancelled = cancelled | lost
         k_value, reach = jax.lax.cond(
-            cancelled,
-            lambda: (op.mv(value), jnp.abs(value)),
+            any_column(cancelled),
+            lambda: (
+                jnp.where(cancelled, op.mv(value), summed),
+                jnp.where(cancelled, jnp.abs(value), terms),
+            ),
             lambda: (summed, terms),
         )
         return Solution(

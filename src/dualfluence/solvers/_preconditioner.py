@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from .._support.columns import any_column
 from .._support.compile import filter_jit
 from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator, UnsupportedStructure
@@ -157,10 +158,12 @@ def _inverse_root(matrix: Float[Array, "r r"]) -> Float[Array, "r r"]:
     """
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shift = SAFE_SHIFT * jnp.finfo(matrix.dtype).eps * jnp.maximum(jnp.trace(matrix), 0)
+    shift = jnp.where(shift > 0, shift, 1)
     chol = jnp.linalg.cholesky(matrix)
+    failed = jnp.isnan(chol).any()
     chol = jax.lax.cond(
-        jnp.isnan(chol).any(),
-        lambda: jnp.linalg.cholesky(matrix + jnp.where(shift > 0, shift, 1) * eye),
+        any_column(failed),
+        lambda: jnp.where(failed, jnp.linalg.cholesky(matrix + shift * eye), chol),
         lambda: chol,
     )
     return jax.scipy.linalg.solve_triangular(chol, eye, lower=True)

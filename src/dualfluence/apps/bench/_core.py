@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from ... import datasets
+from ...dual._course import default_rtol
 from ...dual._newton import influence_step
-from ...dual._train import default_rtol
 from ...problem._edits import Remove, apply_edits
 from ...solvers import CG
 from ..compare._machine import describe_machine

@@ -15,8 +15,8 @@ from ..._support.checks import check_finite
 from ..._support.progress import ProgressFn, Ticker
 from ..._support.show import Shown
 from ..._support.wide import in_own_precision
-from ...dual._many import columns_at_once, reweighted
 from ...dual._model import TrainedModel
+from ...dual._reweighted import columns_at_once, reweighted
 from ...problem._quantity import as_quantity
 from .._pieces import Pieces
 
@@ -93,7 +93,9 @@ def retrain_linearised(
     outputs = fitted.predict(xq)
 
     def train(rows: slice) -> np.ndarray:
-        many = reweighted(fitted, (samples * kept[rows]).T, relative=relative)
+        many = reweighted(
+            fitted, (samples * kept[rows]).T, relative=relative, what="retrain_linearised"
+        )
         if not many.converged.all():
             raise RuntimeError(
                 f"retrain_linearised: {int((~many.converged).sum())} models of {rows} missed the "

@@ -1,0 +1,249 @@
+"""The course of one column of weights: when its run ends, how hard its steps are damped, what it was.
+
+All of it is decided on the host, from the few numbers that each step reports.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from ..problem._certificate import Certificate
+from ._newton import StepReport, check_finite_norm, check_report
+from ._outcome import Ending, Outcome
+
+MAX_STEPS = 1000
+"""Newton steps of a run at most, by default. Each lowers the objective; tens are usual, but losses with
+straight tails take about one step for each point far out on a tail."""
+
+STALLED_STEPS = 4
+"""Steps in a row that neither the objective nor the gradient can tell from rounding. Doubled, a run at
+its floor takes four steps more before it says so."""
+
+MAX_REFRESHES = 8
+"""Fresh products `Kα` in one run. Each is made where the running sum promised an end."""
+
+FLOOR_SLACK = 3.0
+"""How far above the estimate of rounding a gradient still counts as at its floor, because another
+product of the same accuracy differs by as much."""
+
+HARDER, EASIER = 16.0, 4.0
+"""Factors on the damping after a step that failed and after one that did not. Larger ones find a step in
+fewer trials and overshoot more."""
+
+MAX_DAMPING = 1e8
+"""Beyond so much damping a step is along the gradient, and more of it changes nothing."""
+
+UNSOLVED = 0.5
+"""A linear solve that leaves more than this share of its right-hand side has failed."""
+
+LOOSEST = 0.1
+"""Relative residual of the first linear solves: far from the optimum more is wasted."""
+
+HELPED = 0.9
+"""A step that leaves more than this share of the gradient has not helped, where the objective's values
+are rounding. Nearer to one, a run at its floor takes longer to say so."""
+
+
+class Goal(NamedTuple):
+    """When a run ends.
+
+    - `distance`: bound on `‖θ − θ*‖` to reach, or `None`.
+    - `relative`: that bound over `‖θ − θ₀‖`, or `None`.
+    - `max_steps`: at most so many steps; exactly so many where no bound is given.
+    - `by_default`: whether `relative` is the tolerance of the dtype, which nobody asked for.
+    - `min_steps`: at least so many steps. However near the model before an edit already is, it is not the
+      model after it.
+    """
+
+    distance: float | None
+    relative: float | None
+    max_steps: int
+    by_default: bool = False
+    min_steps: int = 0
+
+    def in_dtype(self, dtype: Any) -> "Goal":
+        """The same goal for a run in this dtype."""
+        return self._replace(relative=default_tolerance(dtype)) if self.by_default else self
+
+    def met(self, cert: Certificate) -> bool:
+        by_distance = self.distance is not None and cert.distance_bound <= self.distance
+        return by_distance or (self.relative is not None and cert.relative_bound <= self.relative)
+
+    @property
+    def counts_steps(self) -> bool:
+        return self.distance is None and self.relative is None
+
+
+def fit_goal(tolerance: float | None, max_steps: int, dtype: Any) -> Goal:
+    """To a relative distance, by default the one that a fit in this dtype aims for."""
+    relative = default_tolerance(dtype) if tolerance is None else tolerance
+    return Goal(None, relative, max_steps, tolerance is None)
+
+
+def default_tolerance(dtype: Any) -> float:
+    """Relative certified distance that a fit aims for."""
+    return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
+
+
+def default_rtol(dtype: Any) -> float:
+    """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
+    return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
+
+
+class Course:
+    """What is known of one column on the host.
+
+    - `certificate`: at the point of the smallest gradient so far, or after the last product of its own.
+    - `sure`: the smallest bound among those with a product of their own.
+    - `damping`: of the next step, in units of what rounding alone asks for.
+    - `ended`: why it stands still, or `None` while it takes steps.
+    - `confirmed`: whether a product of its own has agreed.
+    """
+
+    def __init__(self, ridge: float, what: str, certificate: Certificate) -> None:
+        check_finite_norm(certificate.distance_bound, what)
+        self.ridge, self.what = ridge, what
+        self.certificate = self.sure = certificate
+        self.first = self.norm = certificate.gradient_norm
+        self.stalled = self.steps = self.iterations = self.refreshes = 0
+        self.products, self.residual, self.jitter = 1, 0.0, 0.0
+        self.last: StepReport | None = None
+        self.damping = 1.0
+        self.ended: Ending | None = None
+        self.confirmed = False
+
+    def tolerance(self, goal: Goal, rtol: float) -> float:
+        """Relative residual of the next linear solve.
+
+        Newton's method squares the error near the optimum, and a solve tighter than that gains nothing. Nor
+        does one that leaves a hundredth of the gradient that is asked for.
+        """
+        if self.ended:
+            # Its right-hand side is rounding, which no iteration should be spent on.
+            return math.inf
+        if goal.counts_steps:
+            return rtol
+        norm = max(self.norm, 1e-300)
+        share = min(1.0, norm / max(self.first, 1e-300))
+        asked = 0.0 if goal.distance is None else LOOSEST * goal.distance * self.ridge / norm
+        return max(rtol, LOOSEST * min(1.0, max(share, asked)))
+
+    def take(self, report: StepReport, dtype: Any) -> bool:
+        """Count a step, and say whether it led to the best point so far."""
+        self.last = report
+        check_report(report, dtype, self.what)
+        self.steps, self.iterations = self.steps + 1, self.iterations + report.iterations
+        self.products, self.residual = self.products + report.products, report.residual
+        self.norm = report.gradient_norm
+        self.jitter = max(self.jitter, report.jitter)
+        # While the objective still falls nothing has stalled, whatever the gradient does. It does not
+        # where no step was taken, with as much damping as there is.
+        stuck = report.step_size == 0 and self.damping >= MAX_DAMPING
+        falls = not report.settled and not stuck
+        helped = falls or self.norm <= HELPED * self.certificate.gradient_norm
+        unsolved = not report.converged and report.residual > UNSOLVED
+        helped = helped or (unsolved and self.damping < MAX_DAMPING)
+        # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
+        failed = unsolved or report.step_size == 0
+        changed = self.damping * HARDER if failed else self.damping / EASIER
+        self.damping = min(max(1.0, changed), MAX_DAMPING)
+        self.stalled = 0 if helped else self.stalled + 1
+        # Below its rounding a gradient says nothing, and a step still brings `α` to `-g/λ`, where it rounds
+        # as the optimum does.
+        seen = max(self.certificate.gradient_norm, self.certificate.noise)
+        better = self.norm <= seen or not report.settled or report.lighter
+        if better:
+            self.certificate = report.certificate(self.ridge)
+        return better
+
+    @property
+    def solved(self) -> bool:
+        """Whether the last step was solved for; those before it only say where it starts.
+
+        A step whose ridge rounding has raised is not Newton's to many digits. It is a direction, and
+        the line search has judged it.
+        """
+        last = self.last
+        if last is None or last.converged:
+            return True
+        return last.jitter > 0 and last.residual <= UNSOLVED
+
+    def ending(self, goal: Goal) -> Ending | None:
+        """Whether the running sums say that this is the end, and which."""
+        if goal.met(self.certificate) and self.steps >= goal.min_steps:
+            return "met"
+        if self.steps >= goal.max_steps:
+            return "steps"
+        if self.certificate.at_floor and self._flat:
+            return "floor"
+        return "stalled" if self.stalled >= STALLED_STEPS else None
+
+    @property
+    def _flat(self) -> bool:
+        """Whether the objective cannot fall by more than its rounding: `L − L* ≤ ‖∇L‖²/(2λ)`.
+
+        The estimate of the gradient's rounding is cautious. While the objective falls the run goes on.
+        So it does until a step was taken as a whole: before that, `α` can be far from `-g/λ` although the
+        gradient is small, where points pull against each other, and then it rounds by more than the
+        optimum does.
+        """
+        if self.last is None or self.last.step_size < 1:
+            return False
+        left = self.norm**2 / (2 * self.ridge)
+        return self.last.settled or left <= self.last.value_noise
+
+    def refreshed(self, certificate: Certificate) -> bool:
+        """Take the certificate of a product of its own, and say whether it is the surest so far."""
+        self.certificate, self.norm, self.stalled = certificate, certificate.gradient_norm, 0
+        self.refreshes, self.products = self.refreshes + 1, self.products + 2
+        surer = certificate.distance_bound <= self.sure.distance_bound
+        if surer:
+            self.sure = certificate
+        return surer
+
+    def confirm(self, goal: Goal) -> None:
+        """Whether this is the end also after a fresh product; if not, the column goes on from there."""
+        cert = self.certificate
+        still = {
+            "met": goal.met(cert),
+            "floor": cert.gradient_norm <= FLOOR_SLACK * cert.noise and self._flat,
+            "steps": True,
+            "stalled": True,
+        }
+        # Steps from a fresh product may help again where the drift of the sum had stopped them.
+        self.confirmed = still[self.ended or "steps"] or self.refreshes >= MAX_REFRESHES
+        if not self.confirmed:
+            self.ended = None
+
+    @property
+    def settles(self) -> bool:
+        """Whether it ends at its surest point: where nothing is left to gain but rounding, the last step
+        may have lost by it."""
+        return self.ended in ("floor", "stalled")
+
+    def outcome(self, goal: Goal, output_size: float, kernel_size: float) -> Outcome:
+        """What came of it, with the largest `|f|` and the largest `√K_ii`."""
+        certificate = self.sure if self.settles else self.certificate
+        ending = self.ended or "steps"
+        if goal.met(certificate):
+            ending = "met"
+        elif ending == "met":
+            ending = "stalled"
+        return Outcome(
+            certificate=certificate,
+            ending=ending,
+            solved=self.solved,
+            output_share=output_share(certificate, output_size, kernel_size),
+            steps=self.steps,
+            iterations=self.iterations,
+            products=self.products,
+            residual=self.residual,
+            jitter=self.jitter,
+        )
+
+
+def output_share(cert: Certificate, output_size: float, kernel_size: float) -> float:
+    """`|f(θ) − f(θ*)| ≤ √K_ii ‖θ − θ*‖`, over the largest output."""
+    off = kernel_size * cert.distance_bound
+    return off / max(output_size, 1e-300) if off else 0.0
