@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from .._support.compile import filter_jit
 from .._support.memory import total_memory
 from .._support.precision import HIGHEST
-from ..dual._model import TrainedModel
+from ..dual._model import TrainedModel, problem_on_device
 from ..dual._reweighted import reweighted
 from ..linalg import AbstractInverse
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
@@ -255,7 +255,7 @@ def leave_one_out(
 ) -> AbstractLeaveOneOut:
     """The form for this kernel and loss; `until` asks for iterated, certified answers."""
     op, dtype = fitted.kernel_op.narrow, fitted.state.alpha.dtype
-    problem = fitted.problem_on_device()
+    problem = problem_on_device(fitted)
     terms = Terms(fitted.state.alpha, problem.loss_grad(fitted.state), problem.factor(fitted.state))
     weights = np.asarray(fitted.data.weights)
     ridges = fitted.ridge * (np.ones_like(weights) if first_order else 1 - weights)
@@ -304,7 +304,7 @@ def shared_inverse(fitted: TrainedModel) -> SharedInverse | None:
     if not op.has_entries or size > DIRECT_PRECONDITIONER:
         return None
     K = op.dense().astype(fitted.state.alpha.dtype)
-    factor = fitted.problem_on_device().factor(fitted.state)
+    factor = problem_on_device(fitted).factor(fitted.state)
     chol = system_cholesky(K, op.num_outputs, factor, jnp.asarray(fitted.ridge, K.dtype))
     # Factored in the precision of the model, and applied in that of the linear solves.
     return SharedInverse(chol.astype(op.dtype))

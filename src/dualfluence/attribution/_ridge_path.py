@@ -17,7 +17,7 @@ from .._support.checks import NotFinite
 from .._support.compile import filter_jit
 from .._support.precision import HIGHEST
 from .._support.show import Shown, Table
-from ..dual._model import TrainedModel
+from ..dual._model import TrainedModel, problem_on_device
 from ..linalg import spectrum
 from ..losses import DiagonalFactor, SquaredError
 from ..operators import UnsupportedStructure
@@ -120,7 +120,7 @@ def ridge_path(fitted: TrainedModel, grid: Any = None, what: str = "ridge_path")
     ridges = make_grid(fitted, grid, what)
     parts = _spectra(fitted, what)
     weights = jnp.asarray(data.weights, fitted.state.alpha.dtype)
-    problem = fitted.problem_on_device()
+    problem = problem_on_device(fitted)
     f, y = problem.outputs(fitted.state), problem.targets
     rows = [
         _errors(fitted, parts, jnp.asarray(ridge, weights.dtype), weights, f, y) for ridge in ridges
@@ -165,7 +165,7 @@ class _Own(NamedTuple):
 
 def _spectra(fitted: TrainedModel, what: str) -> list[_Spectrum]:
     """One spectrum where outputs are coupled, one per output where they are not."""
-    op, problem = fitted.kernel_op.narrow, fitted.problem_on_device()
+    op, problem = fitted.kernel_op.narrow, problem_on_device(fitted)
     alpha, dtype = fitted.state.alpha, fitted.state.alpha.dtype
     factor, g = problem.factor(fitted.state), problem.loss_grad(fitted.state)
     if not op.has_entries:
@@ -245,7 +245,7 @@ def _errors(
     y: Array,
 ) -> tuple[float, float, float]:
     op = fitted.kernel_op
-    g, alpha = fitted.problem_on_device().loss_grad(fitted.state), fitted.state.alpha
+    g, alpha = problem_on_device(fitted).loss_grad(fitted.state), fitted.state.alpha
     k_pair = -jnp.stack([op.mv(g), op.mv(alpha)], axis=2)
     moves, start = [], 0
     for part in parts:

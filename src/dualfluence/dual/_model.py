@@ -87,10 +87,6 @@ class TrainedModel(DualModel):
         data = data or self.data
         return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
 
-    def problem_on_device(self) -> Problem:
-        """The same with its weights and ridge on the device, for use outside of compiled functions."""
-        return jax.tree.map(jnp.asarray, self.problem())
-
     def _widened(self, certificate: Certificate) -> Certificate:
         """The dual variables' own certificate, made true for parameters as they are handed out."""
         ref, reading = self.reference, self._reading(certificate.parameter_norm)
@@ -157,3 +153,8 @@ class TrainedModel(DualModel):
 
 Trained = TypeVar("Trained", bound=TrainedModel)
 """`Fitted`, for what is asked of it in files before its own."""
+
+
+def problem_on_device(fitted: TrainedModel) -> Problem:
+    """The fit's objective with its weights and ridge on the device, for use outside of compiled functions."""
+    return jax.tree.map(jnp.asarray, fitted.problem())
