@@ -1,4 +1,4 @@
-"""The factor that is spread over devices, here on one; `tests/scale` has it on eight and in two processes."""
+"""The factor that is spread over devices, here on one and on two; `tests/scale` has it on eight."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +9,14 @@ from dualfluence.linalg import _spread, spread_cholesky
 from dualfluence.operators._layout import as_mesh
 
 
-@pytest.mark.parametrize("size", [1, 5, 33])
-def test_solves_and_halves_are_those_of_the_matrix(size, monkeypatch):
+@pytest.mark.parametrize(("size", "devices"), [(1, 1), (5, 1), (33, 1), (2, 2), (38, 2)])
+def test_solves_and_halves_are_those_of_the_matrix(size, devices, monkeypatch):
+    if len(jax.devices()) < devices:
+        pytest.skip("There is one device.")
     monkeypatch.setattr(_spread, "BLOCK", 4)
     rng = np.random.default_rng(size)
     M, v = rng.normal(size=(size, size)), rng.normal(size=(size, 2))
-    A, mesh = M @ M.T, as_mesh(jax.devices()[:1])
+    A, mesh = M @ M.T, as_mesh(jax.devices()[:devices])
     factor = spread_cholesky(jnp.asarray(A), jnp.asarray(0.1), mesh)
     solved, half = jax.jit(lambda f, v: (f.solve(v), f.half(v)))(factor, jnp.asarray(v))
     want = np.linalg.solve(A + 0.1 * np.eye(size), v)

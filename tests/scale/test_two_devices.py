@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence import operators
+from dualfluence import attribution, operators
+from dualfluence.linalg import _spread
 
 N, C, RIDGE = 7, 2, 0.1
 RNG = np.random.default_rng(0)
@@ -111,3 +112,38 @@ def test_products_on_two_devices(name):
     if name != "matrix-free":
         close(jax.jit(lambda op, v: op.wide_mv(v))(op, v[..., 1]), want[..., 1])
     assert isinstance(op.check(), str)
+
+
+def scored(mesh, kind):
+    """Scores of two checkpoints, or of one model in parameter space."""
+    rng = np.random.default_rng(0)
+    x, y, xq, yq = (
+        rng.normal(size=(N, 3)), rng.integers(0, C, N), rng.normal(size=(2, 3)), [1, 0],
+    )  # fmt: skip
+
+    def network(w, x):
+        return jnp.tanh(x @ w["in"]) @ w["out"]
+
+    def drawn():
+        return {"in": rng.normal(size=(3, 4)), "out": rng.normal(size=(4, C))}
+
+    if kind in ("exact", "random"):
+        run = attribution.Trajectory(network, [drawn(), drawn()], steps=[10, 30], learning_rate=0.1)
+        probes = None if kind == "exact" else attribution.RandomProbes(1, seed=1)
+        how = {"probes": probes, "leverage": kind == "exact", "progress": False}
+        return run.attribute(x, y, xq, yq, mesh=mesh, **how).values
+    params = jax.tree.map(jnp.asarray, drawn())
+    solver = {"cg": dfl.primal.CG(rtol=1e-12), "ekfac": dfl.primal.EKFAC()}[kind]
+    found = dfl.primal.attribute(
+        dfl.linearize(network, params, batch_size=3), params, x, y, xq, yq, solver=solver, ridge=0.1,
+        loss=dfl.SoftmaxCrossEntropy(), mesh=mesh, self_influence=kind == "cg",
+    )  # fmt: skip
+    return found.values if kind == "ekfac" else np.concatenate([found.values, found.own[None]])
+
+
+@pytest.mark.parametrize("kind", ["exact", "random", "cg", "ekfac"])
+def test_scores_on_two_devices_are_those_of_one(kind, monkeypatch):
+    monkeypatch.setattr(_spread, "BLOCK", 3)  # several steps for each device
+    one, two = scored(None, kind), scored(jax.devices()[:2], kind)
+    # Sums in another order, and solves that stop at 1e-12.
+    np.testing.assert_allclose(two, one, rtol=1e-8, atol=1e-10 * np.abs(one).max())
