@@ -25,10 +25,13 @@ the time."""
 
 
 def compiler_has(flag):
-    """Whether this jaxlib knows a flag: an unknown one in `XLA_FLAGS` ends the process."""
+    """Whether this jaxlib knows a flag: an unknown one in `XLA_FLAGS` ends the process.
+
+    The name of a flag that is gone may be left in a list of reserved ones, within other names.
+    """
     for library in Path(find_spec("jaxlib").origin).parent.glob("libjax_common*"):
         with library.open() as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as code:
-            return code.find(flag.encode()) >= 0
+            return code.find(b"\0" + flag.encode() + b"\0") >= 0
     return False
 
 
