@@ -181,14 +181,12 @@ def _label(e: Evidence, noise: Noise, split: str, i: int, target: Any, how: str)
     given, better = e.name(target), e.name(noise.suggested[i])
     p = float(noise.wrong[i])
     if e.is_classes:
-        reason = (
-            f"labelled {given}, but the model {how} says {better}; wrong with probability {p:.2f}"
-        )
+        reason = f"labelled {given}, but the model {how} says {better}; wrong with probability {_share(p)}"
     else:
         off = np.linalg.norm(target - noise.suggested[i]) / max(noise.scale, np.finfo(float).tiny)
         reason = (
             f"given as {_short(given)}, but the model {how} says {_short(better)}, {off:.1f} typical errors "
-            f"away; wrong with probability {p:.2f}"
+            f"away; wrong with probability {_share(p)}"
         )
     return Finding("label", split, i, reason, given, better, float(noise.log_odds[i]), p)
 
@@ -201,7 +199,7 @@ def _conflicts(e: Evidence, beside: Nearest, limit: float, unit: float) -> list[
     for i, j in sorted(pairs):
         d = float(min(beside.other_distance[i], beside.other_distance[j]) / unit)
         one, two = e.name(e.targets[i]), e.name(e.targets[j])
-        reason = f"{_alike(d)} training point {j}, which has {_short(two)} where this one has {_short(one)}"
+        reason = f"{_alike(d)} training point {j}{_agreement(_short(one), _short(two))}"
         found.append(Finding("conflict", "train", i, reason, one, two, 1 - d, None, j))
     return found
 
@@ -216,14 +214,16 @@ def _leaks(e: Evidence, noise: Noise, limit: float, unit: float) -> list[Finding
     for q in np.flatnonzero(beside.distance <= limit):
         at, d = int(beside.at[q]), float(beside.distance[q] / unit)
         own = None if targets is None else e.name(targets[q])
-        told = "" if own is None else _agreement(e, own, e.name(e.targets[at]))
+        told = "" if own is None else _agreement(_short(own), _short(e.name(e.targets[at])))
         reason = f"{_alike(d)} training point {at}{told}"
         found.append(Finding("leak", "test", int(q), reason, own, None, 1 - d, None, at))
     return found
 
 
-def _agreement(e: Evidence, one: Any, other: Any) -> str:
-    return f", which has {_short(other)} where this one has {_short(one)}"
+def _agreement(one: str, other: str) -> str:
+    if one == other:
+        return f", which has {one} too"
+    return f", which has {other} where this one has {one}"
 
 
 def _carried(e: Evidence, noise: Noise, leverage: np.ndarray, threshold: float) -> list[Finding]:
@@ -290,6 +290,11 @@ def _alike(d: float) -> str:
     if d < 1e-3:
         return "the same as"
     return f"nearly the same as ({d:.2f} of the usual distance to a neighbour)"
+
+
+def _share(p: float) -> str:
+    """No label is called certainly wrong because of rounding."""
+    return f"{p:.2f}" if p < 0.995 else "over 0.99"
 
 
 def _short(value: Any) -> str:
