@@ -56,6 +56,9 @@ SMOKE = FULL | {
     "runs": 2,
     "trak": (1, 2),
 }
+TRUTH_SCALE = ("points", "queries", "subsets", "choosing", "seeds")
+"""What retraining depends on; runs and rivals may differ."""
+
 SUBSET_SEED, CHOICE_SEED, RUN_SEED, TRAK_SEED = 0, 1, 1000, 2000
 
 
@@ -135,7 +138,7 @@ class Bench:
             measure,
             masks,
             seeds=range(self.scale["seeds"]),
-            name=f"{self.name} {self.scale}, exact losses",
+            name=f"{self.name} { {k: self.scale[k] for k in TRUTH_SCALE} }, exact losses",
             slice_size=500,
             folder=self.work / "truth",
         )
@@ -358,7 +361,9 @@ def main():
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--work", type=Path, default=Path("attribution-lds"))
     parser.add_argument("--out", type=Path, default=Path("attribution-lds.json"))
-    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), choices=list(RECIPES))
+    parser.add_argument(
+        "--recipes", nargs="+", default=["mlp", "logistic"], choices=["mlp", "logistic"]
+    )
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--methods", nargs="+", help="solvers, e.g. EK-FAC; all by default")
     parser.add_argument(

@@ -28,7 +28,17 @@ RECIPES = {
         "epochs": 20,
         "saved": (*EARLY, 7, 8, 9.5, 11, 12.5, 14, 20),
     },
+    "mnist": {
+        "widths": (784, 128, 64, 10),
+        "dropout": 0.1,
+        "rate": 0.05,
+        "momentum": 0.9,
+        "batch": 256,
+        "epochs": 12,
+        "saved": (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4.5, 7, 12),
+    },
 }
+"""`mnist` is for all of MNIST, with the ten checkpoints that are scored."""
 
 QUARTERS = (0.25, 0.5, 0.75)
 

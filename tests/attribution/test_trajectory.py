@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import cases
-from dualfluence.attribution import Trajectory, _checkpoint, attribute_runs
+from dualfluence.attribution import Trajectory, _view, attribute_runs
 from dualfluence.attribution._trajectory import shrunk
-from dualfluence.kernels._linearized import Linearized
 
 N, Q, C, D = 12, 3, 3, 5
 SIZES = (D, 6, C)
@@ -170,6 +169,27 @@ def test_projected_gradients_approach_the_full_kernel():
     assert any("random directions" in note for note in near.notes)
 
 
+def test_points_with_hardly_any_curvature_have_their_score_too():
+    """Labels of tiny probability: float32 finds no `h` with `g = R h`, and takes the sum with kernels."""
+    first, last = _params(0)
+    params = [first, 15 * last]
+    x, y, xq, yq = _data()
+    p = _softmax(params, x)
+    y = np.where(p.min(axis=1) < 1e-6, p.argmin(axis=1), y)
+    assert (p.min(axis=1) < 1e-6).sum() > 1
+    yq = _softmax(params, xq).argmin(axis=1)  # the loss of a sure query is rounding in float32
+    options = {"probes": None, "progress": False}
+    for leverage in (False, True):
+        run = Trajectory(cases.mlp, [params], steps=[10], learning_rate=0.1)
+        want = run.attribute(x, y, xq, yq, leverage=leverage, **options).values
+        narrow = [jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)]
+        run = Trajectory(cases.mlp, narrow, steps=[10], learning_rate=0.1)
+        small = [np.asarray(a, np.float32) for a in (x, xq)]
+        got = run.attribute(small[0], y, small[1], yq, leverage=leverage, **options).values
+        # Rounding of outputs near 20 is 2e-6, and the ridge is a tenth of the kernel.
+        assert cases.relative(got, want) < 1e-4
+
+
 def test_checkpoints_may_be_loaded_one_by_one():
     run = _run()
     lazy = Trajectory(cases.mlp, lambda k: run.checkpoints[k], steps=run.steps, learning_rate=0.1)
@@ -183,14 +203,14 @@ def test_queries_in_blocks_have_the_same_scores(monkeypatch, leverage):
     many = np.concatenate([np.asarray(xq)] * 3), np.concatenate([np.asarray(yq)] * 3)
     options = {"method": "outputs", "leverage": leverage, "progress": False}
     want = _run().attribute(x, y, *many, **options).values
-    sizes, kernel_along = [], Linearized.kernel_along
+    sizes, along = [], _view.View.along
 
-    def counted(self, a, v, b):
-        sizes.append(len(a))
-        return kernel_along(self, a, v, b)
+    def counted(self, points, u):
+        sizes.append(len(points))
+        return along(self, points, u)
 
-    monkeypatch.setattr(_checkpoint, "QUERIES_AT_ONCE", 2)
-    monkeypatch.setattr(Linearized, "kernel_along", counted)
+    monkeypatch.setattr(_view, "QUERIES_AT_ONCE", 2)
+    monkeypatch.setattr(_view.View, "along", counted)
     got = _run().attribute(x, y, *many, **options).values
     assert set(sizes) == {2}
     assert sum(sizes) >= len(many[1])

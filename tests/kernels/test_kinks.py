@@ -79,7 +79,7 @@ def test_scores_of_a_checkpoint_do_not_fail_where_rounding_switches_units(
     kinked, probes, monkeypatch
 ):
     params, x = kinked
-    monkeypatch.setattr(_checkpoint, "_rows_at_once", lambda n, c, dtype: 7)
+    monkeypatch.setattr(_checkpoint, "rows_at_once", lambda n, c, dtype: 7)
     run = Trajectory(network, [params], steps=[10_000], learning_rate=0.1)
     y = np.arange(POINTS) % OUTPUTS
     options = {"probes": probes, "progress": False}

@@ -1,66 +1,52 @@
 r"""Scores of every training point for every query at one checkpoint of a network.
 
-$$S_{qi} = \tfrac{1}{\lambda}[v_q^\top K_{qi}\,g_i - (R^\top K_{nq}v_q)^\top B^{-1}(R^\top K_{ni}\,g_i)],
-  \qquad B = \lambda I + R^\top KR ,$$
+With `g_i` the gradient of the mean loss, the first-order effect of leaving `i` out is
 
-the first-order effect of leaving `i` out, with `g_i` the gradient of the mean loss. `RᵀKR` is computed
-from one block of rows of `K` after the other; `K` is never stored as a whole.
+$$S_{qi} = \tfrac{1}{\lambda}[v_q^\top K_{qi}\,g_i - z_q^\top P^\top K_{ni}\,g_i],
+  \qquad z_q = (\lambda I + P^\top KP)^{-1} P^\top K_{nq}v_q .$$
+
+`P` is all of the curvature's root `R`, or probes. Kernels are those of the network folded along `P`, so `K`
+itself is never computed. With `P = R` and `g_i = R_ih_i`, the sum is `S_qi = h_iᵀz_qi`: no more kernels.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PyTree
+import numpy as np
+from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit, jit
-from .._support.memory import memory_budget
-from .._support.precision import HIGHEST, PRECISION
+from .._support.compile import filter_jit
+from .._support.precision import HIGHEST
+from .._support.tiles import even_size
 from .._support.trees import common_dtype
-from ..kernels import kernel_rows
-from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
-from ..linalg._triangular import inverse_transpose, solve_lower
 from ..losses import AbstractLoss, TokenCrossEntropy
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
 from ..problem._quantity import Quantity
-from ._probes import Probes, RandomProbes, root_blocks
+from ._probes import Probes, RandomProbes
+from ._solves import (
+    along_points,
+    correlation,
+    factor,
+    half,
+    half_rows,
+    own_solve,
+    rows_of_inverse,
+    scores_of,
+    solve_both,
+    taken_back,
+)
+from ._streamed import streamed_scores
+from ._terms import Local, Scored, Terms, directed_terms, local_terms
 from ._token_sketch import sketched_scores, unsketched
 from ._tokens import Queries, Sequences, directions_of, token_blocks, token_parts
-
-BLOCK_SHARE = 0.1
-"""Share of the kernel's memory budget for one block of rows of `K`."""
-
-QUERIES_AT_ONCE = 512
-"""Queries of one block. Doubled, `v_qᵀK_qn` takes twice the memory, and the solves gain little."""
+from ._view import View, rows_at_once
 
 PROJECTED_RANK = 2048
 """Random directions of `method="projected"`; twice as many halve the variance of its entries."""
-
-
-class Local(eqx.Module):
-    """Loss terms at a checkpoint: queries' gradients `v`, and `g`, `R` of the training points."""
-
-    v: Float[Array, "q c"]
-    g: Float[Array, "n c"]
-    roots: Float[Array, "n c r"]
-
-
-class Scored(NamedTuple):
-    """Scores of a checkpoint; of probes, what they left out and how much their draw matters.
-
-    `left_out` is the share of the curvature (its trace) that is not along the probes. `agreement` is, for
-    each query, the correlation between the scores of one half of random probes and of the other.
-    """
-
-    values: Float[Array, "q n"]
-    left_out: Float[Array, ""] | None = None
-    agreement: Float[Array, " q"] | None = None
-    tokens: Float[Array, "q n t"] | None = None
 
 
 def checkpoint_scores(
@@ -83,22 +69,29 @@ def checkpoint_scores(
         train = Sequences.of(model, x, targets, loss, probes.m, key)
         queries = Queries(model, xq, quantity)
         return _sequence_scores(train, queries, ridge, projected, leverage, tokens)
-    if probes is not None:
-        v, g, P, left_out = _probed_terms(model, x, targets, xq, quantity, loss, probes, key)
-        lam = jnp.asarray(ridge, g.dtype)
-        halved = isinstance(probes, RandomProbes) and probes.m > 1
-        blocks, queries = _probed_blocks(model, x, xq, v, g, P)
-        shape = P.shape[0], P.shape[2]
-        found = _solve(blocks, queries, None, shape, lam, leverage, halved)
-        return found._replace(left_out=left_out)
-    local = local_terms(model, x, targets, xq, quantity, loss)
-    lam = jnp.asarray(ridge, local.g.dtype)
     if projected is not None:
+        local = local_terms(model, x, targets, xq, quantity, loss)
         source = RandomFeatureSource(NetworkSource(model), jax.random.key(0), projected)
-        return Scored(_projected(source.features(x), source.features(xq), local, lam, leverage))
-    queries = _query_blocks(model, xq, local.v, x)
-    shape = local.roots.shape[0], local.roots.shape[2]
-    return _solve(_row_blocks(model, x), queries, local, shape, lam, leverage)
+        features = source.features(x), source.features(xq)
+        return Scored(_projected(*features, local, jnp.asarray(ridge, local.g.dtype), leverage))
+    terms = directed_terms(model, x, targets, xq, quantity, loss, probes, key)
+    view = View(model, x, terms.P)
+    B, Y = view.system(), view.from_queries(xq, terms.v)
+    halves = _halves(B, Y, terms, ridge) if _many_draws(probes) else []
+    chol = factor(B, jnp.asarray(ridge, B.dtype))
+    del B
+    whole = _System(chol, solve_both(chol, Y), rows_of_inverse(chol) if leverage else None)
+    if probes is None:
+        outside = np.flatnonzero(np.asarray(terms.outside))
+        values = _inside_scores(whole, terms.h, jnp.asarray(ridge, chol.dtype))
+        if outside.size:
+            blocks = _few(outside, len(terms.g))
+            found = _direct_scores(view, terms, x, xq, [whole], ridge, blocks)[0]
+            values = values.at[:, outside].set(found[:, : outside.size])
+        return Scored(values, None)
+    blocks = _all_points(len(terms.g), view.num_directions, chol.dtype)
+    values, *each = _direct_scores(view, terms, x, xq, [whole, *halves], ridge, blocks)
+    return Scored(values, terms.left_out, correlation(*each) if halves else None)
 
 
 def _sequence_scores(
@@ -121,250 +114,97 @@ def _sequence_scores(
     solved: list[Array] = []
     blocks, cross = token_blocks(train, queries)
     shape = (train.num, train.m)
-    found = _solve(blocks, cross, None, shape, lam, leverage, train.m > 1, solved)
+    found = streamed_scores(blocks, cross, shape, lam, leverage, train.m > 1, solved)
     if tokens:
         z = directions_of(train, queries, jnp.concatenate(solved, axis=1), lam)
         parts = token_parts(train, z)
     return found._replace(left_out=jnp.zeros((), lam.dtype), tokens=parts)
 
 
-@filter_jit
-def local_terms(
-    model: Linearized,
-    x: Array,
-    targets: Array,
-    xq: Array,
-    quantity: Quantity,
-    loss: AbstractLoss,
-) -> Local:
-    """Gradients and curvature of the mean loss, and of the measured quantity, at a checkpoint."""
-    f, f_q = model.base_outputs(x), model.base_outputs(xq)
-    weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
-    g = weights[:, None] * loss.grad(f, targets)
-    roots = root_blocks(loss.hess_factor(f, targets, weights), f)
-    return Local(quantity.grad(f_q, quantity.targets), g, roots)
+class _System(NamedTuple):
+    """`B` factored, its solutions `z` for all queries, and rows of `L⁻ᵀ` where leverage is asked for.
 
-
-@filter_jit
-def _probed_terms(
-    model: Linearized,
-    x: Array,
-    targets: Array,
-    xq: Array,
-    quantity: Quantity,
-    loss: AbstractLoss,
-    probes: Probes,
-    key: Array,
-) -> tuple[Array, Array, Array, Array]:
-    """As `local_terms` with probes instead of roots, and the share of the curvature that they leave out."""
-    f, f_q = model.base_outputs(x), model.base_outputs(xq)
-    weights = jnp.full(x.shape[0], 1 / x.shape[0], f.dtype)
-    g = weights[:, None] * loss.grad(f, targets)
-    factor = loss.hess_factor(f, targets, weights)
-    P = probes.directions(factor, f, key)
-    whole = jnp.sum(jnp.broadcast_to(factor.hess_diagonal(), f.shape))
-    left_out = jnp.maximum(0, 1 - jnp.sum(P**2) / jnp.where(whole > 0, whole, 1))
-    if isinstance(probes, RandomProbes):
-        left_out = jnp.zeros_like(left_out)  # in the mean over draws
-    return quantity.grad(f_q, quantity.targets), g, P, left_out
-
-
-class Folded(eqx.Module):
-    """A network seen along directions of outputs of each point: `(x, U) ↦ Uᵀf(x)`."""
-
-    apply_fn: Any = eqx.field(static=True)
-
-    def __call__(self, params: PyTree, inputs: tuple[Array, Array]) -> Float[Array, "n m"]:
-        x, directions = inputs
-        f = self.apply_fn(params, x)
-        return jnp.einsum("nc,ncm->nm", f, directions.astype(f.dtype), precision=HIGHEST)
-
-
-def _probed_blocks(
-    model: Linearized, x: Array, xq: Array, v: Array, g: Array, P: Array
-) -> tuple[Iterator[tuple[int, Array]], Iterator[tuple[int, Array]]]:
-    """Rows of the kernel along every probe and `g`, and the same of the queries along `v`."""
-    mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
-    folded = Folded(model.apply_fn)
-    train = (x, jnp.concatenate([P, g[:, :, None]], axis=2))
-    n, _, width = train[1].shape
-    first = jnp.zeros((*v.shape, width), v.dtype).at[:, :, 0].set(v)
-    unit = jnp.zeros((v.shape[0], width), v.dtype).at[:, 0].set(1)
-
-    def along(here: slice) -> Array:
-        with jax.default_matmul_precision(PRECISION):
-            return kernel_along(
-                folded, model.params, (xq[here], first[here]), unit[here], train, trainable=mask
-            )
-
-    rows = kernel_rows(
-        folded, model.params, train, _rows_at_once(n, width, g.dtype), trainable=mask
-    )
-    return rows, _by_queries(along, xq.shape[0])
-
-
-def _row_blocks(model: Linearized, x: Array) -> Iterator[tuple[int, Array]]:
-    """`K` of the training points by blocks of rows, with the first row of each."""
-    n, c = model.apply_shape(x)
-    return model.kernel_rows(x, _rows_at_once(n, c, model.dtype))
-
-
-def _query_blocks(
-    model: Linearized, xq: Array, v: Float[Array, "q c"], x: Array
-) -> Iterator[tuple[int, Array]]:
-    """`v_qᵀK_qn`, `(rows, n, c)`, by blocks of queries, with the first query of each."""
-    return _by_queries(lambda here: model.kernel_along(xq[here], v[here], x), xq.shape[0])
-
-
-def _by_queries(along: Callable[[slice], Array], total: int) -> Iterator[tuple[int, Array]]:
-    rows = min(total, QUERIES_AT_ONCE)
-    for i in range(0, total, rows):
-        # The last block starts early instead of being short: one shape, one compilation.
-        start = min(i, total - rows)
-        yield start, along(slice(start, start + rows))
-
-
-def _rows_at_once(n: int, c: int, dtype: Any) -> int:
-    each = 3 * n * c * c * jnp.dtype(dtype).itemsize
-    return int(min(n, max(1, BLOCK_SHARE * memory_budget() // each)))
-
-
-def _solve(
-    blocks: Iterable[tuple[int, Array]],
-    cross: Iterable[tuple[int, Array]],
-    local: Local | None,
-    shape: tuple[int, int],
-    ridge: Array,
-    leverage: bool,
-    halved: bool = False,
-    solved: list[Array] | None = None,
-) -> Scored:
-    """`S` from rows of `K` and of `v_qᵀK`; without `local` both are folded, the last direction along `g`.
-
-    `solved` receives `B⁻¹RᵀKv`, queries on the last axis.
+    `odd` is the half of the probes that it has, else `None`.
     """
-    n, r = shape
-    B = jnp.zeros((n * r, n * r), ridge.dtype)
-    T = jnp.zeros((n * r, n), ridge.dtype)
-    for start, block in blocks:
-        B, T = _fold_rows(B, T, block, local, jnp.asarray(start))
-        jax.block_until_ready(T)
-    halves = []
-    for odd in range(2 * halved):
-        half_B, half_T = _half(B, T, n, odd)
-        halves.append((_factor(half_B, ridge), half_T))
-    chol = _factor(B, ridge)
-    del B
-    gain, parts, done = _own_blocks(chol, T) if leverage else None, [], 0
-    agreement = []
-    for start, thin in cross:
-        end = start + thin.shape[0]
-        direct, Y = _fold_queries(thin, local)
-        V = _solve_both(chol, Y)
-        if solved is not None:
-            solved.append(V[:, done - start :])
-        scores = _scores(direct, V, T, ridge)
-        if gain is not None:
-            scores = scores + _leverage(V, gain, ridge)
-        # Queries that the block before had too.
-        parts.append(scores[done - start :])
-        if halved:
-            each = [
-                _scores(direct, _solve_both(c, _half_rows(Y, n, odd)), t, ridge)
-                for odd, (c, t) in enumerate(halves)
-            ]
-            agreement.append(_correlation(*each)[done - start :])
-        done = end
-    return Scored(jnp.concatenate(parts), None, jnp.concatenate(agreement) if halved else None)
+
+    chol: Array
+    z: Float[Array, "nr q"]
+    inverse: Array | None = None
+    odd: int | None = None
+
+    def rows(self, T: Float[Array, "nr k"], n: int) -> Array:
+        return T if self.odd is None else half_rows(T, n, self.odd)
 
 
-@partial(jit, static_argnames=("n", "odd"))
-def _half(B: Array, T: Array, n: int, odd: int) -> tuple[Array, Array]:
-    """The system of every second probe, in the size that these alone would have."""
-    m = B.shape[0] // n
-    own = B.reshape(n, m, n, m)[:, odd::2, :, odd::2]
-    share = m / own.shape[1]
-    return share * own.reshape(n * own.shape[1], -1), _half_rows(T, n, odd)
+def _halves(B: Array, Y: Array, terms: Terms, ridge: float) -> list[_System]:
+    """The systems of every second probe, each in the size that it would have alone."""
+    n, lam = terms.g.shape[0], jnp.asarray(ridge, B.dtype)
+    chols = [factor(half(B, n, odd), lam) for odd in (0, 1)]
+    return [
+        _System(chol, solve_both(chol, half_rows(Y, n, odd)), odd=odd)
+        for odd, chol in enumerate(chols)
+    ]
 
 
-@partial(jit, static_argnames=("n", "odd"))
-def _half_rows(Y: Float[Array, "m q"], n: int, odd: int) -> Array:
-    m = Y.shape[0] // n
-    own = Y.reshape(n, m, -1)[:, odd::2]
-    return jnp.sqrt(jnp.asarray(m / own.shape[1], Y.dtype)) * own.reshape(-1, Y.shape[1])
+def _many_draws(probes: Probes | None) -> bool:
+    return isinstance(probes, RandomProbes) and probes.m > 1
 
 
-@jit
-def _correlation(a: Float[Array, "q n"], b: Float[Array, "q n"]) -> Float[Array, " q"]:
-    product = jnp.sum(a * b, axis=1)
-    size = jnp.sqrt(jnp.sum(a**2, axis=1) * jnp.sum(b**2, axis=1))
-    return product / jnp.where(size > 0, size, 1)
+def _direct_scores(
+    view: View,
+    terms: Terms,
+    x: Array,
+    xq: Array,
+    systems: list[_System],
+    ridge: float,
+    blocks: Iterator[tuple[np.ndarray, int]],
+) -> list[Array]:
+    """`S` with kernels from each point along its `g`: one block of points after the other."""
+    found: list[list[Array]] = [[] for _ in systems]
+    n, lam = terms.g.shape[0], jnp.asarray(ridge, terms.g.dtype)
+    for block, skip in blocks:
+        at, g = jnp.take(x, block, axis=0), jnp.take(terms.g, block, axis=0)
+        direct = view.pairs(xq, terms.v, at, g)
+        T = view.along(at, g).T
+        for parts, system in zip(found, systems, strict=True):
+            own = system.rows(T, n)
+            scores = scores_of(direct, system.z, own, lam)
+            if system.inverse is not None:
+                taken = taken_back(
+                    system.chol,
+                    system.inverse,
+                    system.z,
+                    own,
+                    jnp.asarray(block),
+                    lam,
+                    r=view.num_directions,
+                )
+                scores = scores + taken
+            parts.append(scores[:, skip:])
+        jax.block_until_ready(found[0][-1])  # one block in memory, not all
+    return [jnp.concatenate(parts, axis=1) for parts in found]
 
 
-@jit
-def _scores(direct: Array, V: Array, T: Array, ridge: Array) -> Array:
-    return (direct - jnp.dot(V.T, T, precision=HIGHEST)) / ridge
+def _all_points(n: int, r: int, dtype: Any) -> Iterator[tuple[np.ndarray, int]]:
+    """All points in blocks of one size, with the number of those that the block before had too."""
+    size = even_size(n, rows_at_once(n, r, dtype))
+    for i in range(0, n, size):
+        start = min(i, n - size)
+        yield np.arange(start, start + size), i - start
 
 
-def _fold_rows_body(
-    B: Array, T: Array, block: Array, local: Local | None, start: Array
-) -> tuple[Array, Array]:
-    rows, n = block.shape[0], T.shape[1]
-    r = B.shape[0] // n
-    if local is None:
-        folded, push = block[:, :r, :, :r], block[:, :r, :, r]
-    else:
-        here = jax.lax.dynamic_slice_in_dim(local.roots, start, rows)
-        left = jnp.einsum("iar,iajb->irjb", here, block, precision=HIGHEST)
-        folded = jnp.einsum("irjb,jbs->irjs", left, local.roots, precision=HIGHEST)
-        push = jnp.einsum("irjb,jb->irj", left, local.g, precision=HIGHEST)
-    at = (start * r, jnp.zeros_like(start))
-    B = jax.lax.dynamic_update_slice(B, folded.reshape(rows * r, n * r), at)
-    return B, jax.lax.dynamic_update_slice(T, push.reshape(rows * r, n), at)
+def _few(points: np.ndarray, n: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Some points in one block, filled up to a power of two: few sizes, few compilations."""
+    size = min(n, 1 << max(3, int(points.size - 1).bit_length()))
+    yield np.concatenate([points, np.repeat(points[-1:], max(0, size - points.size))]), 0
 
 
-_fold_rows = jit(_fold_rows_body, donate_argnums=(0, 1))
-
-
-def _factor_body(B: Array, ridge: Array) -> Array:
-    diagonal = jnp.arange(B.shape[0])
-    return jax.lax.linalg.cholesky(B.at[diagonal, diagonal].add(ridge), symmetrize_input=False)
-
-
-_factor = jit(_factor_body, donate_argnums=0)
-
-
-@jit
-def _fold_queries(thin: Float[Array, "q n b"], local: Local | None) -> tuple[Array, Array]:
-    """`v_qᵀK_qi g_i`, `(q, n)`, and `RᵀK_nq v_q`."""
-    if local is None:
-        direct, Y = thin[:, :, -1], jnp.transpose(thin[:, :, :-1], (1, 2, 0))
-    else:
-        direct = jnp.einsum("qnb,nb->qn", thin, local.g, precision=HIGHEST)
-        Y = jnp.einsum("nbr,qnb->nrq", local.roots, thin, precision=HIGHEST)
-    return direct, Y.reshape(-1, thin.shape[0])
-
-
-@jit
-def _solve_both(chol: Array, Y: Array) -> Array:
-    return solve_lower(chol, solve_lower(chol, Y), transpose=True)
-
-
-@jit
-def _own_blocks(chol: Float[Array, "m m"], T: Float[Array, "m n"]) -> Float[Array, "n r"]:
-    """`C_{ii}⁻¹ (C T_i)_i`: what the closed form of leave-one-out takes back of each point."""
-    n = T.shape[1]
-    half = solve_lower(chol, T)
-    X = inverse_transpose(chol).reshape(n, chol.shape[0] // n, -1)
-    gram = jnp.einsum("kam,kbm->kab", X, X, precision=HIGHEST)
-    at_point = jnp.einsum("kam,mk->ka", X, half, precision=HIGHEST)
-    return jnp.linalg.solve(gram, at_point[:, :, None])[:, :, 0]
-
-
-@jit
-def _leverage(V: Float[Array, "m q"], gain: Float[Array, "n r"], ridge: Array) -> Array:
-    n, r = gain.shape
-    return jnp.einsum("nrq,nr->qn", V.reshape(n, r, -1), gain, precision=HIGHEST) / ridge
+def _inside_scores(system: _System, h: Float[Array, "n r"], ridge: Array) -> Float[Array, "q n"]:
+    """`h_iᵀz_qi`; with leverage `h_iᵀ(λC_ii)⁻¹z_qi`, where `C` is the inverse of `B`."""
+    if system.inverse is not None:
+        n, r = h.shape
+        h = own_solve(system.inverse.reshape(n, r, -1), h) / ridge
+    return along_points(system.z, h)
 
 
 @filter_jit

@@ -26,16 +26,10 @@ from ..losses import AbstractLoss
 from ..operators._devices import from_parts, on_each_device
 from ..operators._layout import Device, Layout, on_mesh
 from ..problem._quantity import Quantity
-from ._checkpoint import (
-    QUERIES_AT_ONCE,
-    Folded,
-    Scored,
-    _correlation,
-    _probed_terms,
-    _rows_at_once,
-    local_terms,
-)
 from ._probes import Probes, RandomProbes
+from ._solves import correlation
+from ._terms import Folded, Scored, directed_terms
+from ._view import QUERIES_AT_ONCE, rows_at_once
 
 COLUMNS_AT_ONCE = 1024
 """Columns of `L⁻¹` that leverage takes at once. Twice as many take twice the memory and half of the steps."""
@@ -56,12 +50,8 @@ def mesh_scores(
     leverage: bool = False,
 ) -> Scored:
     """`checkpoint_scores` of a model whose points are spread over the devices of `mesh`."""
-    left_out = None
-    if probes is None:
-        local = local_terms(model, x, targets, xq, quantity, loss)
-        v, g, P = local.v, local.g, local.roots
-    else:
-        v, g, P, left_out = _probed_terms(model, x, targets, xq, quantity, loss, probes, key)
+    terms = directed_terms(model, x, targets, xq, quantity, loss, probes, key)
+    v, g, P, left_out = terms.v, terms.g, terms.P, terms.left_out
     n, layout = x.shape[0], on_mesh(x.shape[0], mesh)
     # A point of the filling has no directions: its rows of the kernel are zero.
     directions = layout.expand(np.asarray(jnp.concatenate([P, g[:, :, None]], axis=2)), "zero")
@@ -88,7 +78,7 @@ def mesh_scores(
                 _half_scores(half, half_T, thin, lam, mesh, odd)[:, :n]
                 for odd, (half, half_T) in enumerate(halves)
             ]
-            agreement.append(_correlation(*each)[first - start :])
+            agreement.append(correlation(*each)[first - start :])
     agree = jnp.concatenate(agreement) if halves else None
     return Scored(jnp.concatenate(parts), left_out, agree)
 
@@ -98,7 +88,7 @@ def _rows(
 ) -> tuple[Float[Array, "m m"], Float[Array, "m n"]]:
     """`PᵀKP` and `PᵀK_nn g`, each device making its own rows."""
     (n, c, width), dtype = train[1].shape, model.dtype
-    r, size = width - 1, _rows_at_once(n, c, dtype)
+    r, size = width - 1, rows_at_once(n, c**2, dtype)
 
     def fill(device: Device, index: slice, report: Any) -> tuple[Array, Array]:
         params, points = jax.device_put((model.params, train), device)

@@ -23,9 +23,9 @@ class Pieces:
         self._fingerprint = fingerprint
 
     def get(
-        self, name: str, compute: Callable[[], np.ndarray], tag: Callable[[], str] = lambda: ""
-    ) -> np.ndarray:
-        """The piece from its file, or computed and written."""
+        self, name: str, compute: Callable[[], Any], tag: Callable[[], str] = lambda: ""
+    ) -> Any:
+        """The piece from its file, or computed and written; with no folder it stays on its device."""
         if self._folder is None:
             return compute()
         path, inputs = self._folder / f"{name}.npz", [self._fingerprint, tag()]
@@ -33,7 +33,7 @@ class Pieces:
             return _read(path, inputs)
         value = compute()
         header = {"format": FORMAT, "version": VERSION, "inputs": inputs}
-        write_archive(path, header, {"value": value})
+        write_archive(path, header, {"value": np.asarray(value)})
         return value
 
 

@@ -29,7 +29,7 @@ from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
-from ._checkpoint import Folded, Local, local_terms
+from ._terms import Folded, Local, local_terms
 
 DAMPINGS = (1e-3, 1e-2, 1e-1)
 """Ridges of TRAK that are tried, over the mean diagonal of its kernel."""

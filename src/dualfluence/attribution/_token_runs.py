@@ -11,10 +11,10 @@ import numpy as np
 
 from .._support.memory import total_memory
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, TokenCrossEntropy
-from ._checkpoint import BLOCK_SHARE
 from ._probes import FULL_SHARE, Probes, RandomProbes, chosen, rank_of
 from ._token_sketch import SKETCH_PROBES
 from ._tokens import Flat, check_tokens, outputs_shape
+from ._view import BLOCK_SHARE
 
 TOKEN_PROBES = 8
 """Probes of `auto` for sequences, or as many as fit. The rank of the curvature counts: on a small

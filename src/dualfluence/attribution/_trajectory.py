@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from jaxtyping import Array, PyTree
 
 from .._support.archive import digest_of_all
 from .._support.checks import check_finite, check_queries, check_rows
+from .._support.compile import jit
 from .._support.options import check_worker
 from .._support.points import Form, form_of, shown
 from .._support.progress import ProgressFn, Ticker
@@ -253,10 +255,7 @@ def attribute_runs(
     every = [(r, k) for r, run in enumerate(runs) for k in range(run.num_checkpoints)]
     work = _share(every, worker, folder)
     pieces = Pieces(folder, _fingerprint(data, options))
-    total = np.zeros((data.xq.shape[0], data.x.shape[0]))
-    squares, beside = np.zeros_like(total), []
-    parts: Any = 0.0  # of tokens, behind the scores of sequences
-    count = len(work)
+    sums, beside, count = None, [], len(work)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, k in work:
             run = runs[r]
@@ -264,15 +263,15 @@ def attribute_runs(
                 f"run-{r:03d}-checkpoint-{k:03d}",
                 lambda run=run, r=r, k=k: _normalised(run, r, k, data, options),
                 lambda run=run, k=k: _digest_run(run, k),
-            ).astype(float)
-            scores = piece[:, BESIDE : BESIDE + total.shape[1]]
-            total, squares = total + scores, squares + scores**2
-            parts = parts + piece[:, BESIDE + total.shape[1] :] / count
-            beside.append(piece[:, :BESIDE])
+            )
+            sums, said = _added(sums, jnp.asarray(piece), data.x.shape[0])
+            beside.append(np.asarray(said, float))
             ticker.tick()
-    mean = values = total / count
+    assert sums is not None
+    mean, squares, parts = (np.asarray(a, float) / count for a in sums)
+    values = mean
     if combine == "shrunk":
-        values = shrunk(values, squares / count - values**2, INDEPENDENT * len(runs))
+        values = shrunk(mean, squares - mean**2, INDEPENDENT * len(runs))
     seconds = time.perf_counter() - start
     result = _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
     if tokens:
@@ -360,7 +359,17 @@ def _check_data(
     return _Data(features, targets, queries, quantity, c, yq, form, model.dtype)
 
 
-def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> np.ndarray:
+@partial(jit, static_argnames="n")
+def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array], Array]:
+    """Sums of scores, of their squares and of what tokens have behind them, on the device; and what is
+    said of probes."""
+    scores = piece[:, BESIDE : BESIDE + n]
+    all_three = scores, scores**2, piece[:, BESIDE + n :]
+    sums = all_three if sums is None else jax.tree.map(jnp.add, sums, all_three)
+    return sums, piece[:, :BESIDE]
+
+
+def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> Array:
     """`S_t` with root mean square one for every query, behind what is said of its probes."""
     seed = options.probes.seed if isinstance(options.probes, RandomProbes) else 0
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), r), k)
@@ -372,21 +381,27 @@ def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options)
     else:
         projected = options.rank if options.method == "projected" else None
         scored = checkpoint_scores(*given, projected=projected, tokens=options.tokens, **how)
-    values = np.asarray(scored.values)
     check_finite(
         f"Trajectory, checkpoint {k}",
-        values,
+        scored.values,
         hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
     )
-    size = np.sqrt(np.mean(values.astype(float) ** 2, axis=1, keepdims=True))
-    if scored.tokens is not None:  # behind the scores, scaled by the same number
-        values = np.concatenate([values, scored.tokens.reshape(len(values), -1)], axis=1)
-    found = np.zeros((values.shape[0], BESIDE + values.shape[1]), values.dtype)
-    found[:, 0] = 0 if scored.left_out is None else scored.left_out
-    found[:, 1] = 1 if scored.agreement is None else scored.agreement
+    return _one_size(*scored)
+
+
+@jit
+def _one_size(
+    values: Array, left_out: Array | None, agreement: Array | None, tokens: Array | None
+) -> Array:
+    size = jnp.sqrt(jnp.mean(values**2, axis=1, keepdims=True))
+    beside = [
+        jnp.broadcast_to(jnp.asarray(one, values.dtype), values.shape[:1])[:, None]
+        for one in (0 if left_out is None else left_out, 1 if agreement is None else agreement)
+    ]
+    if tokens is not None:  # behind the scores, scaled by the same number
+        values = jnp.concatenate([values, tokens.reshape(values.shape[0], -1)], axis=1)
     # A query that no point moves at this checkpoint has nothing to add.
-    found[:, BESIDE:] = values / np.where(size > 0, size, 1)
-    return found
+    return jnp.concatenate([*beside, values / jnp.where(size > 0, size, 1)], axis=1)
 
 
 def _result(

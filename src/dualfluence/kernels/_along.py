@@ -27,6 +27,7 @@ def kernel_along(
     *,
     trainable: Any = None,
     precision: Any = HIGHEST,
+    tile_bytes: int | None = None,
 ) -> Array:
     r"""$\sum_a v_{ia} K_{ia,jb}$, for about `1/c` of the work of the whole kernel.
 
@@ -41,7 +42,7 @@ def kernel_along(
     n1, n2, c = count_points(x1), count_points(x2), prepared.recipe.num_outputs
     v = jnp.asarray(v, prepared.recipe.dtype)
     size = np.dtype(prepared.recipe.dtype).itemsize
-    budget = tile_budget(n1 * n2 * c * size)
+    budget = tile_bytes or tile_budget(n1 * n2 * c * size)
     quarter = max(1, budget // 4 // prepared.feature_bytes)
     chunk = max(1, budget // 2 // max(prepared.workspace_bytes, 1))
 
