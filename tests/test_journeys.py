@@ -66,7 +66,7 @@ def journey(folder, page, bits, preamble="-", blocks=()):
     return found["printed"]
 
 
-@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("bits", [32, pytest.param(64, marks=pytest.mark.thorough)])
 def test_the_readme(tmp_path, bits, monkeypatch):
     """It leaves JAX as it comes; a reader may have switched float64 on."""
     monkeypatch.setenv("JAX_ENABLE_X64", str(int(bits == 64)))
