@@ -173,3 +173,15 @@ def a_model_of_scikit_learn(at):
     np.testing.assert_allclose(
         np.reshape(back.coef_, -1), np.reshape(alone.coef_, -1), rtol=1e-4, atol=1e-6
     )
+
+
+@row("adapters.tokenised")
+def tokenised_data_are_arrays(at):
+    rng = np.random.default_rng(at.n)
+    rows = [{"input_ids": rng.integers(1, 9, 2 + i % 3).tolist()} for i in range(at.n)]
+    x, y = adapters.tokenised(rows, causal=True)
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    np.testing.assert_array_equal(x["attention_mask"].sum(1), lengths)
+    np.testing.assert_array_equal((y != -100).sum(1), lengths - 1)
+    for given, target in zip(rows, y, strict=True):
+        np.testing.assert_array_equal(target[target != -100], given["input_ids"][1:])

@@ -15,6 +15,7 @@ from ._nnx import from_nnx as from_nnx
 from ._records import adam_record as adam_record
 from ._records import sgd_record as sgd_record
 from ._text import HashedText as HashedText
+from ._tokenised import tokenised as tokenised
 from ._torch import from_torch as from_torch
 
 if TYPE_CHECKING:

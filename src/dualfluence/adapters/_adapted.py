@@ -141,7 +141,7 @@ def _like(name: str, own: Any, given: Any) -> Array:
 
 def adapt(
     framework: str,
-    call: Callable[[PyTree, Array], Any],
+    call: Callable[[PyTree, Any], Any],
     params: PyTree,
     trainable: Trainable,
     reader: Callable[[Any], PyTree],
@@ -150,7 +150,7 @@ def adapt(
     """The record, from a call of the framework with parameters in the framework's form."""
     params = jax.tree.map(jnp.asarray, params)
 
-    def apply_fn(params: PyTree, x: Array) -> Any:
+    def apply_fn(params: PyTree, x: Any) -> Any:
         return _with_columns(call(params, x))
 
     return Adapted(framework, apply_fn, params, _rule(trainable), reader, rebuild)

@@ -1,6 +1,7 @@
 """Adapter for PyTorch, by torchax."""
 
 import copy
+import inspect
 from typing import Any
 
 import jax
@@ -18,8 +19,11 @@ def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
 
     **Arguments:**
 
-    - `model`: the module; it is copied, and the copy put in evaluation mode.
-    - `trainable`: which parameters are trained, all by default.
+    - `model`: the module; it is copied, and the copy put in evaluation mode. A model of Hugging Face is
+      called with a dict of inputs as keywords, such as `input_ids` and `attention_mask`, and its `logits`
+      are the outputs. With LoRA of `peft`, only LoRA's own parameters require a gradient.
+    - `trainable`: which parameters are trained, all by default. Frozen ones keep their bfloat16 or
+      float16; trained ones of that kind are held in float32.
     - `call`: arguments of `model(x, ...)`.
 
     **Returns:** `Adapted`; `restore` gives an `nn.Module` in evaluation mode.
@@ -34,7 +38,7 @@ def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
     def read(other: Any) -> PyTree:
         check_model("read", other, torch.nn.Module, "a torch.nn.Module")
         held = dict(other.named_parameters()) | dict(other.named_buffers())
-        arrays = {name: _to_array(name, value) for name, value in held.items()}
+        arrays = {name: _to_array(name, value, name in learned) for name, value in held.items()}
         return {
             "params": {name: a for name, a in arrays.items() if name in learned},
             "state": {name: a for name, a in arrays.items() if name not in learned},
@@ -45,13 +49,20 @@ def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
         own = dict(served.named_parameters()) | dict(served.named_buffers())
         with torch.no_grad():
             for name, value in _merged(tree).items():
-                own[name].copy_(torch.from_numpy(np.array(value)))
+                wide = value.astype(jnp.float32) if value.dtype.itemsize == 2 else value
+                own[name].copy_(torch.from_numpy(np.array(wide)))
         return served
 
-    def apply(tree: PyTree, x: Array) -> Any:
+    # A cache of keys and values is for generating text.
+    accepted = inspect.signature(type(model).forward).parameters
+    options = ({"use_cache": False} if "use_cache" in accepted else {}) | call
+
+    def apply(tree: PyTree, x: Any) -> Any:
         values, points = env.j2t_iso((_merged(tree), x))
+        args, named = ((), points | options) if isinstance(x, dict) else ((points,), options)
         with env:
-            return env.t2j_iso(torch.func.functional_call(twin, values, (points,), call))
+            out = torch.func.functional_call(twin, values, args, named)
+            return env.t2j_iso(getattr(out, "logits", out))
 
     return adapt("PyTorch", apply, read(model), trainable, read, rebuild)
 
@@ -61,8 +72,12 @@ def _merged(tree: Any) -> dict[str, Any]:
     return {**tree["params"], **tree["state"]}
 
 
-def _to_array(name: str, value: Any) -> Array:
-    array = value.detach().cpu().numpy()
+def _to_array(name: str, value: Any, learned: bool) -> Array:
+    value = value.detach().cpu()
+    if value.is_floating_point() and value.element_size() < 4:  # NumPy has no bfloat16
+        narrow = jnp.dtype(str(value.dtype).removeprefix("torch."))
+        return jnp.array(value.float().numpy(), jnp.float32 if learned else narrow)
+    array = value.numpy()
     if array.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
         raise ValueError(
             f"from_torch: {name} is float64, but JAX is set to float32. Call "

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.compile import filter_jit, jit
 from .._support.memory import PANEL_BYTES
 from .._support.precision import HIGHEST
+from .._support.tiles import even_size
 from .._support.trees import common_dtype
 from ._tokens import Queries, Sequences
 
@@ -80,7 +81,8 @@ def sketched_scores(
     sketch = make_sketch(theta, rank, jax.random.key(0))
     k = jax.eval_shape(sketch, theta).shape[0]
     A, own = jnp.zeros((k, k), ridge.dtype), []
-    size = max(1, 4 * PANEL_BYTES // (4 * k * (train.m + 1)))
+    # Blocks of one size, so that one program serves all but the last.
+    size = even_size(train.num, max(1, 4 * PANEL_BYTES // (4 * k * (train.m + 1))))
     for start in range(0, train.num, size):
         stop = min(start + size, train.num)
         here = (train.x[start:stop], train.targets[start:stop], train.keys[start:stop])

@@ -31,6 +31,9 @@ LOGIT_COPIES = 6
 """Arrays of the size of a sequence's outputs in one of its backward passes: outputs, probabilities, signs,
 cotangent, and what the compiler keeps between them."""
 
+AT_ONCE = 16
+"""Sequences of one step on an accelerator with enough memory: fewer leave it waiting for small products."""
+
 
 class Flat(eqx.Module):
     """A network of sequences with the outputs of a sequence in one row: `(n, T, V)` as `(n, T·V)`."""
@@ -112,7 +115,7 @@ class Sequences(eqx.Module):
         """Sequences of which the backward passes with `rows` cotangents fit into the work space."""
         c = self.model.apply_shape(self.x[:1])[1]
         each = (rows * (LOGIT_COPIES * c + 2 * self.model.num_params)) * 4
-        return max(1, tile_budget(8 * each) // each)
+        return max(1, tile_budget(8 * AT_ONCE * each) // each)
 
 
 class Queries(eqx.Module):
