@@ -34,7 +34,7 @@ TWENTY = (0.5, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 4.5, 5, 6, 7, 8, 9.5, 11, 
 """Checkpoints of `mlp`, in epochs: most of them early."""
 
 MNIST = {"points": 60_000, "queries": 500, "subsets": 60, "choosing": 20, "seeds": 12, "runs": 1}
-MNIST_SMOKE = {"points": 600, "queries": 20, "subsets": 8, "choosing": 4, "seeds": 2, "runs": 1}
+MNIST_SMOKE = {"points": 2_560, "queries": 20, "subsets": 8, "choosing": 4, "seeds": 2, "runs": 1}
 
 
 def say(text):

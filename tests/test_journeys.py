@@ -145,6 +145,30 @@ for _ in range(3):
 """,
     ),
     (5,): (
+        "transformers",
+        """
+import copy, torch, dualfluence as dfl
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+folder, names = "tiny", None
+sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}
+LlamaForCausalLM(LlamaConfig(vocab_size=19, max_position_embeddings=6, **sizes)).save_pretrained(folder)
+dataset = [{"input_ids": row} for row in rng.integers(3, 19, (6, 6)).tolist()]
+prompts_with_answers = dataset[:2]
+learner = AutoModelForCausalLM.from_pretrained(folder).train()
+optimizer, saved_models, states = torch.optim.AdamW(learner.parameters(), lr=1e-2), [], []
+names = [name for name, _ in learner.named_parameters()]
+ids = torch.tensor([row["input_ids"] for row in dataset])
+for _ in range(2):
+    optimizer.zero_grad()
+    learner(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    learner.save_pretrained("step")
+    saved_models.append(AutoModelForCausalLM.from_pretrained("step"))
+    states.append(copy.deepcopy(optimizer.state_dict()))
+""",
+    ),
+    (6,): (
         "sklearn",
         """
 import dualfluence as dfl
@@ -155,7 +179,7 @@ X, y = x, (y > 0).astype(int)
 X_test, y_test = xq, (yq > 0).astype(int)
 """,
     ),
-    (6,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
+    (7,): ("sklearn", "import dualfluence as dfl\nX, X_test, y_test = x, xq, yq\n"),
 }
 
 
@@ -167,8 +191,16 @@ X_test, y_test = xq, (yq > 0).astype(int)
         pytest.param((4,), marks=pytest.mark.thorough),
         pytest.param((5,), marks=pytest.mark.frameworks),
         pytest.param((6,), marks=pytest.mark.frameworks),
+        pytest.param((7,), marks=pytest.mark.frameworks),
     ],
-    ids=["flax", "torch", "AdamW", "scikit-learn taken over", "scikit-learn estimators"],
+    ids=[
+        "flax",
+        "torch",
+        "AdamW",
+        "Hugging Face",
+        "scikit-learn taken over",
+        "scikit-learn estimators",
+    ],
 )
 def test_models_of_other_frameworks(tmp_path, blocks):
     """The page leaves JAX as it comes."""

@@ -91,6 +91,7 @@ OF_A_MODEL = {
     "primal.attribute": lambda m, p, d: (
         primal.attribute(m, p, X, Y, XQ, YQ, loss=LOSS, ridge=RIDGE).values
     ),
+    "audit": lambda m, p, d: dfl.audit(m, X, Y, ridge=RIDGE).probabilities,
 }
 
 
