@@ -9,7 +9,7 @@ import dualfluence as dfl
 import gates
 import problems
 from dualfluence.dual import _newton
-from dualfluence.losses._factors import DiagonalFactor
+from dualfluence.losses._losses import DiagonalFactor
 from dualfluence.operators._dense import DenseOperator
 from dualfluence.solvers import _auto
 from dualfluence.solvers._base import LinearSystem

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from dualfluence.kernels._empirical import choose_tiles, even_parts
 from dualfluence.kernels._prepare import Prepared
-from dualfluence.kernels._schedule import choose_tiles, even_parts
 
 
 def network(per_point, workspace, c=1, groups=2):

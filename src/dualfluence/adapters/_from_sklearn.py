@@ -15,7 +15,7 @@ from ..fitted._fitted import Fitted
 from ..fitted._from_trained import from_trained
 from ..fitted._update import Update
 from ..kernels._linearized import linearize
-from ..kernels._scale import FREE_SCALE
+from ..kernels._params import FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ._adapted import need
 

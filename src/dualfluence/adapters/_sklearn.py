@@ -25,7 +25,7 @@ from ..dual._outcome import FLOOR_LIMIT
 from ..fitted._fit import fit
 from ..fitted._fitted import Fitted
 from ..fitted._io import load
-from ..kernels._scale import FREE, FREE_SCALE
+from ..kernels._params import FREE, FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..models._options import KernelOptions
 from ..models._sources import as_source

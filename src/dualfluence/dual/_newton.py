@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._support.checks import NotFinite, check_concrete
 from .._support.compile import filter_jit
-from ..losses._factors import check_convex
+from ..losses._losses import check_convex
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach
 from ..problem._objective import AnyArray, Problem, State, each_column

@@ -21,7 +21,7 @@ from ..dual._fidelity import Fidelity
 from ..dual._readout import Reference
 from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
-from ..kernels._scale import Shifted
+from ..kernels._params import Shifted
 from ..losses import AbstractLoss
 from ..models._options import FORMS, check_operator
 from ..models._sources import AbstractSource, as_source

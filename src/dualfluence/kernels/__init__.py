@@ -7,6 +7,6 @@ from ._empirical import kernel_report as kernel_report
 from ._empirical import kernel_rows as kernel_rows
 from ._empirical import traced_kernel as traced_kernel
 from ._products import ntk_mv as ntk_mv
-from ._report import KernelReport as KernelReport
-from ._report import LeafReport as LeafReport
-from ._trace import narrowest_dtype as narrowest_dtype
+from ._program import narrowest_dtype as narrowest_dtype
+from ._recipe import KernelReport as KernelReport
+from ._recipe import LeafReport as LeafReport

@@ -13,9 +13,8 @@ from .._support.compile import jit
 from .._support.memory import tile_budget
 from .._support.points import count_points
 from .._support.precision import HIGHEST
-from ._gram import TERMS_AT_ONCE, Features, Pair
-from ._prepare import Prepared, as_inputs, prepare_kernel
-from ._schedule import even_parts, require_finite
+from ._empirical import even_parts, require_finite
+from ._prepare import TERMS_AT_ONCE, Features, Pair, Prepared, as_inputs, prepare_kernel
 
 
 def kernel_along(

@@ -19,9 +19,8 @@ from jax.core import Tracer
 from .._support.compile import jit
 from .._support.precision import PRECISION
 from ._jacobian import push
-from ._program import as_program, mentions
+from ._program import as_program, mentions, program_digest, shapes_of, trace
 from ._rows import Free, Mixed, Points, follow_rows
-from ._trace import program_digest, shapes_of, trace
 
 Batched = Callable[[Any, Any, Any], Any]
 """`fn(leaves, rest, x) -> (n, c)`, differentiated with respect to `leaves`."""

@@ -23,13 +23,32 @@ from .._support.wide import widened
 from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
-from ._params import leaf_name, opened, split_params, statistics
+from ._params import (
+    InScale,
+    Reading,
+    Shifted,
+    check_scale,
+    leaf_name,
+    opened,
+    shifted,
+    split_leaves,
+    split_params,
+    statistics,
+    weighted,
+)
 from ._prepare import check_outputs
 from ._products import map_rows, pull_rows, push_rows
 from ._program import largest_activation
-from ._scale import InScale, Reading, Shifted, check_scale, shifted, split_leaves, weighted
-from ._snapshot import ChangedError, Kept, Snapshot, take_snapshot
-from ._wide import Widened, dtypes_of, widened_fn, widening_of
+from ._snapshot import (
+    ChangedError,
+    Kept,
+    Snapshot,
+    Widened,
+    dtypes_of,
+    take_snapshot,
+    widened_fn,
+    widening_of,
+)
 
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""

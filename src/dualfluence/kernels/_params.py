@@ -1,6 +1,13 @@
-"""Split a parameter pytree into the leaves to differentiate and the rest."""
+r"""Split a parameter pytree into the leaves to differentiate and the rest, and scale their ridges.
 
-from collections.abc import Callable, Mapping
+With $P$ diagonal, the ridge $\frac\lambda2(\theta-\theta_0)^\top P^{-1}(\theta-\theta_0)$ is the plain
+one of $\phi$ in $\theta = \theta_0 + P^{1/2}\phi$. As a function of $\phi$ the network has the Jacobian
+$JP^{1/2}$. Therefore kernels are $JPJ^\top$, gradients $P^{1/2}J^\top v$ and norms those of $P^{-1}$,
+and no other rule is needed. With one number for a leaf, the kernel keeps its rule for the leaf. With
+one number for every parameter of the leaf, the kernel must form its whole Jacobian.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +15,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, PyTree
 
+from .._support.checks import as_array
+from .._support.points import Form
 from .._support.trees import is_array as is_array
-from .._support.trees import is_floating
+from .._support.trees import is_floating, tree_norm
 
 STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats"})
 """Collections that stand beside "params" in the variables of a model and are not trained."""
@@ -159,3 +169,206 @@ def _choose(params: Any, paths: tuple[str, ...], trainable: Any) -> list[bool]:
             f" bools (or a prefix of one), got {wrong[0] if wrong else trainable!r}."
         )
     return [bool(flag) for flag in flags]
+
+
+FREE = "free"
+"""The word for a leaf that the ridge should not pull."""
+
+FREE_SCALE = 1e7
+"""The scale of a free leaf. The effect of the remaining ridge on the leaf is inversely proportional to
+the scale, but the rounding of outputs grows with it. A scale ten times larger costs a digit of every
+output, one ten times smaller costs a digit of the leaf. It needs float64, in which `fit` computes such
+a model."""
+
+
+class Shifted(eqx.Module):
+    r"""$\theta = \theta_0 + P^{1/2}\phi$ as a pytree: parameters in units of their scale.
+
+    - `base`: the parameters with `θ₀` in the trainable leaves.
+    - `roots`: `√P` for each trainable leaf, a number or an array like the leaf; `None` is 1.
+    - `move`: `φ`, the tree of the parameters with `None` for the other leaves.
+    """
+
+    base: PyTree
+    roots: tuple[Array | None, ...]
+    move: PyTree
+    trainable: tuple[bool, ...] = eqx.field(static=True)
+
+    def params(self) -> PyTree:
+        """`θ`."""
+        frozen = self._split(self.base)[1]
+        moved = jax.tree.map(jnp.add, self._split(self.base)[0], self.spread(self.move))
+        return eqx.combine(moved, frozen)
+
+    def at(self, params: PyTree) -> "Shifted":
+        """The same `θ₀` and scale, at `params`."""
+        (theta, frozen), theta_0 = self._split(params), self._split(self.base)[0]
+        change = jax.tree.map(jnp.subtract, theta, theta_0)
+        move = _map(_over, change, self.roots)
+        return Shifted(eqx.combine(theta_0, frozen), self.roots, move, self.trainable)
+
+    def size(self) -> Array:
+        """`‖P^{-1/2} θ‖`."""
+        return tree_norm(_map(_over, self._split(self.params())[0], self.roots))
+
+    def spread(self, move: PyTree) -> PyTree:
+        """`P^{1/2}` of a move."""
+        return _map(_times, move, self.roots)
+
+    def _split(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        return split_leaves(params, self.trainable)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes on this scale for `stats.notes`."""
+        rows = jax.tree.leaves_with_path(self.base)
+        paths = [path for (path, _), used in zip(rows, self.trainable, strict=True) if used]
+        each = [
+            leaf_name(path)
+            for path, root in zip(paths, self.roots, strict=True)
+            if root is not None and root.ndim
+        ]
+        ends = [1.0 if r is None else float(f(r)) for r in self.roots for f in (jnp.min, jnp.max)]
+        low, high = min(ends) ** 2, max(ends) ** 2
+        notes = (f"scale of the ridge from {low:.3g} to {high:.3g}: distances are in its norm",)
+        if each:
+            notes += (f"a scale for every parameter, so a whole Jacobian in K: {', '.join(each)}",)
+        return notes
+
+    @property
+    def mask(self) -> tuple[bool, ...]:
+        """Which leaves of this tree are trained: those of the move."""
+        base, roots = len(jax.tree.leaves(self.base)), len(jax.tree.leaves(self.roots))
+        return (*[False] * (base + roots), *[True] * len(jax.tree.leaves(self.move)))
+
+
+@dataclass(frozen=True)
+class InScale:
+    """`apply_fn` as a function of `Shifted` parameters."""
+
+    fn: Callable[..., Any]
+
+    def __call__(self, params: Shifted, x: Any) -> Any:
+        return self.fn(params.params(), x)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`apply_fn` as a function of packed points, see `points`."""
+
+    fn: Callable[..., Any]
+    form: Form
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        return self.fn(params, self.form.unpack(x))
+
+
+def shifted(params: PyTree, trainable: tuple[bool, ...], scale: tuple[Any, ...]) -> Shifted:
+    """The parameters as `θ₀`, with `scale` for each trainable leaf."""
+    still = jax.tree.map(jnp.zeros_like, split_leaves(params, trainable)[0])
+    return Shifted(params, _roots(scale), still, trainable)
+
+
+def split_leaves(params: PyTree, trainable: tuple[bool, ...]) -> tuple[PyTree, PyTree]:
+    """Trainable leaves and the rest, each with `None` for the leaves of the other."""
+    return eqx.partition(params, jax.tree.unflatten(jax.tree.structure(params), trainable))
+
+
+def weighted(step: PyTree, scale: tuple[Any, ...]) -> PyTree:
+    """`P^{-1/2}` times a step. The norm of `P⁻¹` is the root of the sum of its squares."""
+    return _map(_over, step, _roots(scale))
+
+
+def _roots(scale: tuple[Any, ...]) -> tuple[Array | None, ...]:
+    return tuple(None if p is None else jnp.sqrt(p) for p in scale)
+
+
+def _map(fn: Callable[..., Array], step: PyTree, roots: Sequence[Any]) -> PyTree:
+    """`fn` of each leaf and its root."""
+    leaves, treedef = jax.tree.flatten(step)
+    return jax.tree.unflatten(treedef, [fn(a, r) for a, r in zip(leaves, roots, strict=True)])
+
+
+def _times(leaf: Array, root: Array | None) -> Array:
+    return leaf if root is None else root * leaf
+
+
+def _over(leaf: Array, root: Array | None) -> Array:
+    return leaf if root is None else leaf / root
+
+
+def check_scale(
+    scale: Any, params: PyTree, trainable: tuple[bool, ...]
+) -> tuple[Array | None, ...] | None:
+    """One entry per trainable leaf from what the user gave; `None` if every scale is 1.
+
+    `scale` is a prefix of `params` or a function of `(path, leaf)`.
+    """
+    if scale is None:
+        return None
+    rows = jax.tree.leaves_with_path(params)
+    spread = _spread(scale, params, rows)
+    found = tuple(
+        _entry(f"linearize: scale of {leaf_name(path) or 'params'}", given, leaf)
+        for (path, leaf), given, used in zip(rows, spread, trainable, strict=True)
+        if used
+    )
+    return None if all(p is None for p in found) else found
+
+
+def _spread(scale: Any, params: PyTree, rows: Sequence[tuple[Any, Any]]) -> list[Any]:
+    """The given scales, one for each leaf of `params`."""
+    # As for `trainable`: a tree of scales may itself be callable, a rule is never a tree.
+    if callable(scale) and jax.tree_util.all_leaves([scale]):
+        return [scale(path, leaf) for path, leaf in rows]
+    found: list[Any] = []
+
+    def add(given: Any, part: Any) -> None:
+        found.extend([given] * len(jax.tree.leaves(part)))
+
+    try:
+        jax.tree.map(add, scale, params, is_leaf=lambda v: v is None)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            "linearize: scale must be a prefix of the parameters' tree, "
+            f"{jax.tree.structure(params)}: None, a positive number or 'free' for a leaf or a branch, "
+            f"or an array like the leaf; or a function of (path, leaf). JAX says: {error}"
+        ) from error
+    return found
+
+
+def _entry(name: str, given: Any, leaf: Any) -> Array | None:
+    """One leaf's scale in its dtype, checked."""
+    if given is None or (isinstance(given, float | int) and given == 1):
+        return None
+    dtype = jnp.asarray(leaf).dtype
+    if isinstance(given, str):
+        return _free(name, given, dtype)
+    value = np.asarray(as_array(name, given), np.float64)
+    if value.shape not in ((), np.shape(leaf)):
+        raise ValueError(
+            f"{name} must be a number or an array of the leaf's shape {np.shape(leaf)}, got "
+            f"{value.shape}."
+        )
+    limits = jnp.finfo(dtype)
+    if not ((value >= float(limits.tiny)) & (value <= float(limits.max))).all():
+        raise ValueError(
+            f"{name} must be positive and finite in {dtype}, got {_worst(value)}. For a "
+            "parameter that the ridge should not pull, use scale='free', a large finite scale. "
+            "To hold a parameter fixed, exclude it with trainable."
+        )
+    return jnp.asarray(value, dtype)
+
+
+def _free(name: str, given: str, dtype: Any) -> Array:
+    if given != FREE or jnp.dtype(dtype).name not in ("float32", "float64"):
+        raise ValueError(
+            f"{name} must be a positive number, 'free' for parameters in float32 or float64, or None "
+            f"for 1; got {given!r} for {dtype}."
+        )
+    return jnp.asarray(FREE_SCALE, dtype)
+
+
+def _worst(value: np.ndarray) -> float:
+    bad = value.reshape(-1)[~((value > 0) & np.isfinite(value)).reshape(-1)]
+    return float(bad[0]) if bad.size else float(value.reshape(-1)[0])

@@ -1,23 +1,209 @@
-"""Check a function and its inputs, make a recipe of its kernel once, and keep the compiled pieces."""
+"""Prepare the kernel of a function once: check its inputs, make its recipe, keep the compiled pieces.
+
+The pieces evaluate the recipe (the features of a batch of points) and contract the features of two
+batches into one kernel tile.
+"""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array
 
 from .._support.compile import jit
 from .._support.points import common_length, count_points
 from ._apart import Apart
-from ._features import feature_bytes, make_features, workspace_bytes
-from ._gram import Features, contract, take_points
 from ._params import Split, opened, split_params, widen_half
-from ._recipe import Method, Recipe
-from ._report import make_report, read_uses
+from ._reader import Env, scale_product
+from ._recipe import Group, Method, Recipe, make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
+
+TERMS_AT_ONCE = 6
+"""Number of products of tile size that may be in memory at once."""
+
+
+class Pair(NamedTuple):
+    """$A$ `(n, b, s, m)`, or indices `(n, b, s)`, and $G$ `(n, c, b, s, k)` of one gradient."""
+
+    left: Array
+    right: Array
+
+
+class Features(NamedTuple):
+    """The contribution of a batch of points to any kernel tile.
+
+    - `pairs`: gradients kept as two factors.
+    - `rows`: gradients kept whole, each `(n, c, p)`.
+    - `outputs`: `(n, c)`, and `finite`: whether the derivatives of each point are finite, `(n,)`.
+    """
+
+    pairs: tuple[Pair, ...]
+    rows: tuple[Array, ...]
+    outputs: Array
+    finite: Array
+
+
+def take_points(features: Features, index: Array) -> Features:
+    """The features of some of the points."""
+    return jax.tree.map(lambda a: jnp.take(a, index, axis=0), features)
+
+
+def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision: Any) -> Array:
+    r"""Sum every parameter's contribution to a tile.
+
+    $$K_{ia,jb} = \sum_{\text{pairs}}\sum_{s,t} (A_{is}\cdot A_{jt})(G_{ias}\cdot G_{jbt})
+    + \sum_{\text{rows}} R_{ia}\cdot R_{jb}$$
+
+    Each side has its own outputs, unless `traced`.
+
+    **Returns:** `(n1, c1, n2, c2)`, or with `traced` its mean over $a = b$, `(n1, n2)`.
+    """
+    terms = [_pair_term(p, q, traced, precision) for p, q in zip(f1.pairs, f2.pairs, strict=True)]
+    terms += [_gram(p, q, traced, precision) for p, q in zip(f1.rows, f2.rows, strict=True)]
+    shape = _tile_shape(f1.outputs.shape, f2.outputs.shape, traced)
+    total = terms[0] if terms else jnp.zeros(shape, dtype)
+    for k, term in enumerate(terms[1:], start=1):
+        # Else the compiler may fuse all sums into one and hold every product for it.
+        if k % TERMS_AT_ONCE == 0:
+            total = jax.lax.optimization_barrier(total)
+        total = total + term
+    return total
+
+
+def _tile_shape(first: tuple[int, ...], second: tuple[int, ...], traced: bool) -> tuple[int, ...]:
+    return (first[0], second[0]) if traced else (*first[:2], *second[:2])
+
+
+def _gram(r1: Array, r2: Array, traced: bool, precision: Any) -> Array:
+    """$R_{ia}\\cdot R_{jb}$ of `(n, c, p)` arrays, or the mean over equal outputs."""
+    if not traced:
+        return jax.lax.dot_general(r1, r2, (((2,), (2,)), ((), ())), precision=precision)
+    flat1, flat2 = (jnp.reshape(r, (r.shape[0], -1)) for r in (r1, r2))
+    return jnp.matmul(flat1, flat2.T, precision=precision) / r1.shape[1]
+
+
+def _left_gram(a1: Array, a2: Array, dtype: Any, precision: Any) -> Array:
+    """$A_i\\cdot A_j$ of `(n, m)` rows, or equality of `(n,)` indices."""
+    if a1.ndim == 1:
+        return (a1[:, None] == a2[None, :]).astype(dtype)
+    return jnp.matmul(a1, a2.T, precision=precision)
+
+
+def _pair_term(p: Pair, q: Pair, traced: bool, precision: Any) -> Array:
+    b, s = p.right.shape[2:4]
+
+    def at(k: Any, u: Any, v: Any) -> Array:
+        left = _left_gram(p.left[:, k, u], q.left[:, k, v], p.right.dtype, precision)
+        right = _gram(p.right[:, :, k, u], q.right[:, :, k, v], traced, precision)
+        return right * (left if traced else left[:, None, :, None])
+
+    if b * s == 1:
+        return at(0, 0, 0)
+
+    # One position pair at a time: the tile is the only array that grows with n1·n2·c².
+    def step(i: Array, total: Array) -> Array:
+        k, u, v = i // (s * s), (i // s) % s, i % s
+        return total + at(k, u, v)
+
+    shape = _tile_shape(p.right.shape, q.right.shape, traced)
+    return jax.lax.fori_loop(0, b * s * s, step, jnp.zeros(shape, p.right.dtype))
+
+
+SMALL_ROW = 65536
+"""Whole gradients up to this many entries are joined, so that one product serves them all."""
+
+
+def point_features(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> tuple[Any, Any, Any]:
+    """Factors, whole gradients and outputs of one point, for the cotangent of every output."""
+    inputs = jax.tree.leaves((leaves, rest, x))
+
+    def for_output(cotangent: Any) -> tuple[Any, Any, Any, Any]:
+        env = recipe.program.evaluate(recipe.ops, [*inputs, cotangent])
+        pairs = [_group_pair(recipe, group, env) for group in recipe.groups]
+        lefts = tuple(left for left, _ in pairs)
+        rights = tuple(right for _, right in pairs)
+        return lefts, rights, _rows(recipe, env), env[recipe.program.outputs[0]]
+
+    out_dtype = recipe.program.avals[recipe.program.inputs[-1]].dtype
+    one_hots = jnp.eye(recipe.num_outputs, dtype=out_dtype)
+    axes = (None, 0, 0, None)
+    lefts, rights, rows, outputs = jax.vmap(for_output, out_axes=axes)(one_hots)
+    return tuple(map(Pair, lefts, rights)), rows, outputs
+
+
+def make_features(recipe: Recipe, leaves: Any, rest: Any, x: Any, *, chunk: int) -> Features:
+    """`Features` of the points on axis 0 of `x`, computed for at most `chunk` points at once."""
+    n = jax.tree.leaves(x)[0].shape[0]
+
+    def point(x: Any) -> tuple[Any, Any, Any]:
+        return point_features(recipe, leaves, rest, x)
+
+    if chunk >= n:
+        pairs, rows, outputs = jax.vmap(point)(x)
+    else:
+        pairs, rows, outputs = jax.lax.map(point, x, batch_size=chunk)
+    finite = jnp.ones((n,), bool)
+    for array in jax.tree.leaves((pairs, rows)):
+        finite &= jnp.all(jnp.isfinite(jnp.reshape(array, (n, -1))), axis=1)
+    return Features(pairs, rows, outputs, finite)
+
+
+def _group_pair(recipe: Recipe, group: Group, env: Env) -> tuple[Any, Any]:
+    pairs = [factor.pair(env) for factor in group.factors]
+    lefts = [left for left, _ in pairs]
+    for scalars, sign in group.scales:
+        lefts.append(scale_product(env, scalars, sign, recipe.dtype).reshape(1, 1, 1))
+    if len(lefts) == 1 and jnp.issubdtype(lefts[0].dtype, jnp.integer):
+        left = lefts[0]
+    else:
+        left = jnp.concatenate([a.astype(recipe.dtype) for a in lefts], axis=-1)
+    return left, pairs[0][1].astype(recipe.dtype)
+
+
+def _rows(recipe: Recipe, env: Env) -> tuple[Any, ...]:
+    """Whole gradients for one cotangent, flat; the small ones joined into one."""
+    flat = []
+    for leaf in recipe.leaves:
+        if leaf.form == "row":
+            flat.append(jnp.reshape(env[leaf.slot], (-1,)).astype(recipe.dtype))
+        elif leaf.form == "patches" and leaf.factor is not None:
+            left, right = leaf.factor.pair(env)
+            whole = jnp.einsum("bsm,bsn->bmn", left, right, precision=recipe.precision)
+            flat.append(jnp.reshape(whole, (-1,)).astype(recipe.dtype))
+    small = [row for row in flat if row.size <= SMALL_ROW]
+    large = [row for row in flat if row.size > SMALL_ROW]
+    return (*large, jnp.concatenate(small)) if small else tuple(large)
+
+
+def feature_bytes(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> int:
+    """Bytes of one point's features."""
+    pairs, rows, _ = jax.eval_shape(lambda *args: point_features(recipe, *args), leaves, rest, x)
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((pairs, rows)))
+
+
+def workspace_bytes(recipe: Recipe) -> int:
+    """Peak bytes of the backward pass of one point, slot by slot in program order."""
+    program = recipe.program
+    varies = program.dependents(program.inputs[recipe.first_input :])
+    last_use = {slot: k for k, op in enumerate(recipe.ops) for slot in op.ins}
+    live = peak = 0
+
+    def size(slot: int) -> int:
+        if slot not in varies:
+            return 0
+        times = recipe.num_outputs if slot in recipe.reached else 1
+        return program.size(slot) * times * getattr(program.avals[slot].dtype, "itemsize", 8)
+
+    for k, op in enumerate(recipe.ops):
+        live += sum(size(slot) for slot in op.outs)
+        peak = max(peak, live)
+        live -= sum(size(slot) for slot in {*op.ins, *op.outs} if last_use.get(slot, k) == k)
+    return peak
+
 
 MAX_KEPT = 16
 """Number of compiled kernels that are kept for repeated calls."""

@@ -6,6 +6,8 @@ alone: after a change of such an array the old program would silently be used. A
 function together with a checksum of everything it reads, so a changed function counts as another
 function. Programs compiled from a snapshot can still be used. But after a change no other program is
 compiled from it, so that no model mixes old and new values.
+
+`widened_fn` computes such a network of float32 parameters and points in float64.
 """
 
 import functools
@@ -16,13 +18,16 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from .._support.precision import PRECISION
 from .._support.trees import is_array
-from .._support.wide import has_float64, types_of_64_bits
-from ._trace import Arithmetic, arithmetic, array_digest, program_digest, shapes_of, trace
+from .._support.wide import has_float64, types_of_64_bits, widened
+from ._params import InScale, Reading
+from ._program import Arithmetic, arithmetic, array_digest, program_digest, shapes_of, trace
 
 T = TypeVar("T")
 
@@ -165,3 +170,60 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
+
+
+@dataclass(frozen=True)
+class Widened:
+    """`apply_fn` on points cast to float64; its parameters are float64 already.
+
+    - `dtypes`: of the leaves of the given parameters, `None` for leaves that are not arrays.
+    """
+
+    fn: Callable[..., Any]
+    dtypes: tuple[str | None, ...]
+
+    def __call__(self, params: Any, x: Any) -> Any:
+        # A number of float32 that the function closes over meets float64 here, also under strict promotion.
+        with jax.numpy_dtype_promotion("standard"):
+            return self.fn(params, widened(x))
+
+    def narrow(self, params: PyTree) -> PyTree:
+        """Parameters in the dtypes in which they were given."""
+        leaves, treedef = jax.tree.flatten(params)
+        # A tree without its frozen leaves, as a step is, has fewer.
+        if len(leaves) != len(self.dtypes):
+            return params
+        pairs = zip(leaves, self.dtypes, strict=True)
+        return jax.tree.unflatten(
+            treedef, [leaf if own is None else leaf.astype(own) for leaf, own in pairs]
+        )
+
+
+def widened_fn(fn: Any, dtypes: tuple[str | None, ...]) -> Any:
+    """`fn` with a `Widened` directly around the user's function, inside all other wrappers of the
+    library."""
+    if isinstance(fn, Snapshot):
+        fn.require_unchanged()
+        return widened_fn(fn.fn, dtypes)
+    if isinstance(fn, InScale):
+        return InScale(widened_fn(fn.fn, dtypes))
+    if isinstance(fn, Reading):
+        return Reading(widened_fn(fn.fn, dtypes), fn.form)
+    return Widened(fn, dtypes)
+
+
+def widening_of(fn: Any) -> Widened | None:
+    """The `Widened` inside of `fn`, if there is one."""
+    while isinstance(fn, Snapshot | InScale | Reading):
+        fn = fn.fn
+    return fn if isinstance(fn, Widened) else None
+
+
+def dtypes_of(params: PyTree) -> tuple[str | None, ...]:
+    """Dtypes of floating-point leaves."""
+    return tuple(
+        jnp.dtype(leaf.dtype).name
+        if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        else None
+        for leaf in jax.tree.leaves(params)
+    )

@@ -1,10 +1,10 @@
-from ._base import AbstractLoss as AbstractLoss
 from ._convex import Convex as Convex
-from ._factors import AbstractFactor as AbstractFactor
-from ._factors import BlockFactor as BlockFactor
-from ._factors import DiagonalFactor as DiagonalFactor
-from ._factors import SoftmaxFactor as SoftmaxFactor
+from ._losses import AbstractFactor as AbstractFactor
+from ._losses import AbstractLoss as AbstractLoss
+from ._losses import BlockFactor as BlockFactor
+from ._losses import DiagonalFactor as DiagonalFactor
 from ._losses import Logistic as Logistic
 from ._losses import SoftmaxCrossEntropy as SoftmaxCrossEntropy
+from ._losses import SoftmaxFactor as SoftmaxFactor
 from ._losses import SquaredError as SquaredError
 from ._tokens import TokenCrossEntropy as TokenCrossEntropy

@@ -10,8 +10,7 @@ from jaxtyping import Array, Float
 
 from .._support.checks import as_dtype, as_jax, check_finite
 from .._support.options import check_function
-from ._base import AbstractLoss
-from ._factors import BlockFactor
+from ._losses import AbstractLoss, BlockFactor
 
 FUNCTION_UNITS = 16.0
 """Assumed error, in units in the last place, of an elementary function in the user's loss: compilers

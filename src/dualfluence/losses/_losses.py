@@ -1,16 +1,198 @@
-"""The losses with closed forms: squared error, softmax cross-entropy, logistic."""
+"""A loss: its interface, factors of its curvature, and the losses with closed forms (squared error, softmax
+cross-entropy, logistic).
 
+A factor `R` with `RRᵀ = W`, the weighted block-diagonal Hessian of the loss in the outputs, multiplies
+arrays of shape `(n, c, ...)`. Its class tells solvers its structure.
+"""
+
+import abc
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.checks import as_array, check_finite
+from .._support.checks import as_array, as_dtype, check_finite
 from .._support.memory import total_memory
-from ._base import AbstractLoss, numeric_targets
-from ._factors import DiagonalFactor, SoftmaxFactor
+
+CURVATURE_SLACK = 1e3
+"""A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
+
+
+def _per_point(values: Array, like: Array) -> Array:
+    """Append axes so that `(n, c)` values multiply `(n, c, ...)` arrays without rank promotion."""
+    return values.reshape(values.shape + (1,) * (like.ndim - values.ndim))
+
+
+class AbstractFactor(eqx.Module):
+    """`R`, a block-diagonal square root of `W = diag(w) ⊗ ∇²ℓ`."""
+
+    @abc.abstractmethod
+    def mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        """`R v`."""
+
+    @abc.abstractmethod
+    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        """`Rᵀ v`."""
+
+    @abc.abstractmethod
+    def hess_diagonal(self) -> Float[Array, "n k"]:
+        """Diagonal of `W`; one column if it is the same for all outputs."""
+
+    def hess_mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        """`W v = R Rᵀ v`."""
+        return self.mv(self.rmv(v))
+
+    def folded(self, K: Float[Array, "nc nc"], c: int) -> Float[Array, "nr nr"]:
+        """`RᵀKR`, with `c` rows of `K` per point."""
+        m = K.shape[0]
+        half = self.rmv(K.reshape(m // c, c, m)).reshape(-1, m)
+        size = half.shape[0]
+        return self.rmv(half.T.reshape(m // c, c, size)).reshape(size, size)
+
+    def narrow(self) -> "AbstractFactor":
+        """`R` without columns that are always empty: `rmv` then returns fewer rows per point."""
+        return self
+
+    @property
+    def min_curvature(self) -> Float[Array, ""]:
+        """The smallest eigenvalue divided by the largest. A value more negative than rounding explains
+        means that the loss is not convex."""
+        return jnp.zeros(())
+
+
+class DiagonalFactor(AbstractFactor):
+    """`R = diag(scale)`; one column (`(n, 1)`) if all outputs of a point have the same curvature."""
+
+    scale: Float[Array, "n k"]
+
+    def mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        return _per_point(self.scale, v) * v
+
+    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        return self.mv(v)
+
+    def hess_diagonal(self) -> Float[Array, "n k"]:
+        return self.scale**2
+
+
+class SoftmaxFactor(AbstractFactor):
+    r"""`R = √w (diag √p − p √pᵀ)`, so that `RRᵀ = w (diag p − p pᵀ)`: no eigendecomposition."""
+
+    root_weights: Float[Array, "n 1"]
+    root_probs: Float[Array, "n c"]
+
+    def mv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        q, w = _per_point(self.root_probs, v), _per_point(self.root_weights, v)
+        return w * q * (v - q * jnp.sum(q * v, axis=1, keepdims=True))
+
+    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n c ..."]:
+        q, w = _per_point(self.root_probs, v), _per_point(self.root_weights, v)
+        return w * q * (v - jnp.sum(q * q * v, axis=1, keepdims=True))
+
+    def hess_diagonal(self) -> Float[Array, "n k"]:
+        p = self.root_probs**2
+        return self.root_weights**2 * p * (1 - p)
+
+    def narrow(self) -> AbstractFactor:
+        c = self.root_probs.shape[1]
+        if c == 1:
+            return self
+        # Householder: I − 2uuᵀ takes √p, which R maps to zero, to the last axis.
+        last = jnp.zeros(c, self.root_probs.dtype).at[-1].set(1)
+        u = self.root_probs + last[None, :]
+        u = u / jnp.linalg.norm(u, axis=1, keepdims=True)
+        eye = jnp.eye(c, dtype=u.dtype)
+        turn = eye[None] - 2 * u[:, :, None] * u[:, None, :]
+        return BlockFactor(self.mv(turn[:, :, :-1]), self.min_curvature)
+
+
+class BlockFactor(AbstractFactor):
+    """Dense blocks `R_i`, `c×c` for any convex loss, with fewer columns if the rank is known."""
+
+    blocks: Float[Array, "n c r"]
+    curvature: Float[Array, ""]
+
+    def mv(self, v: Float[Array, "n r ..."]) -> Float[Array, "n c ..."]:
+        return jnp.einsum("nij,nj...->ni...", self.blocks, v, precision="highest")
+
+    def rmv(self, v: Float[Array, "n c ..."]) -> Float[Array, "n r ..."]:
+        return jnp.einsum("nji,nj...->ni...", self.blocks, v, precision="highest")
+
+    def hess_diagonal(self) -> Float[Array, "n k"]:
+        return jnp.sum(self.blocks**2, axis=2)
+
+    @property
+    def min_curvature(self) -> Float[Array, ""]:
+        return self.curvature
+
+
+def check_convex(what: str, lowest: float, dtype: Any) -> None:
+    """Raise where the smallest eigenvalue of the loss's Hessian, over the largest, is no rounding."""
+    if lowest < -CURVATURE_SLACK * float(jnp.finfo(dtype).eps):
+        raise ValueError(
+            f"{what}: the loss has negative curvature (smallest Hessian eigenvalue {lowest:.3g} of the "
+            "largest). It must be convex in the outputs."
+        )
+
+
+class AbstractLoss(eqx.Module):
+    """A convex function `ℓ(f, y)` of one point's outputs `f`, vectorised over points.
+
+    All methods take `outputs` of shape `(n, c)` and targets as `prepare_targets` returns them.
+    """
+
+    @abc.abstractmethod
+    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+        """Check targets and bring them to the shape and dtype that the other methods expect."""
+
+    @abc.abstractmethod
+    def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
+        """`ℓ(f_i, y_i)`."""
+
+    @abc.abstractmethod
+    def grad(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, "n c"]:
+        """`∇ℓ(f_i, y_i)`."""
+
+    @abc.abstractmethod
+    def grad_noise(
+        self, outputs: Float[Array, "n c"], targets: Array, noise: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        """An estimate of the error of `grad` if `outputs` are off by `noise`.
+
+        It is of first order: the curvature passes on `noise`, and the terms that `grad` adds up are
+        rounded as well. The certificate depends on this estimate, so it must not be too small.
+        """
+
+    @abc.abstractmethod
+    def hess_factor(
+        self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
+    ) -> AbstractFactor:
+        """`R` with `RRᵀ = diag(w) ⊗ ∇²ℓ`."""
+
+    def hess_mv(
+        self, outputs: Float[Array, "n c"], targets: Array, v: Float[Array, "n c"]
+    ) -> Float[Array, "n c"]:
+        """`∇²ℓ(f_i, y_i) v_i`."""
+        ones = jnp.ones(outputs.shape[0], outputs.dtype)
+        return self.hess_factor(outputs, targets, ones).hess_mv(v)
+
+
+def numeric_targets(name: str, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    """Real targets as `(n, c)`; a vector of `n` numbers is taken as one output."""
+    array = as_array(f"{name} targets", targets)
+    if array.ndim == 1 and num_outputs in (None, 1):
+        array = array.reshape(-1, 1)
+    wrong = num_outputs is not None and array.shape[1:] != (num_outputs,)
+    if array.ndim != 2 or wrong or array.shape[1] == 0:
+        want = "(n, c)" if num_outputs is None else f"(n, {num_outputs})"
+        raise ValueError(f"{name}: targets must have shape {want}, got {tuple(array.shape)}.")
+    cast = as_dtype(f"{name} targets", array, dtype)
+    check_finite(f"{name} targets", cast)
+    return cast
+
 
 PROBABILITY_SLACK = 1e-3
 """Rows of probability targets may sum to one up to this error, because they are often float16 data."""

@@ -9,9 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.checks import as_array, check_finite
-from ._base import AbstractLoss
-from ._factors import AbstractFactor
-from ._losses import SoftmaxCrossEntropy
+from ._losses import AbstractFactor, AbstractLoss, SoftmaxCrossEntropy
 
 IGNORED = -100
 """The target of a token that counts for nothing: padding, or the prompt of a completion."""

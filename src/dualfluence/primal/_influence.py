@@ -23,7 +23,7 @@ from .._support.precision import PRECISION
 from .._support.wide import double
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
-from ..losses._factors import check_convex
+from ..losses._losses import check_convex
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
 from ..problem._record import Clock, OnFailure, Stats
 from ._curvature import Curvature

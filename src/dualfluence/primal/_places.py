@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.precision import PRECISION
-from ..kernels._factors import GradientFactor, Scalars, scale_product
 from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program
-from ..kernels._reader import FactorReader
+from ..kernels._reader import FactorReader, GradientFactor, Scalars, scale_product
 from ..kernels._snapshot import Kept
 
 FACTOR_LIMIT = 8192

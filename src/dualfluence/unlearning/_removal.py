@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.wide import in_own_precision
 from ..fitted._fitted import Fitted
-from ..kernels._scale import Shifted
+from ..kernels._params import Shifted
 from ._desk import Desk
 
 NORMAL = NormalDist()
