@@ -14,7 +14,7 @@ from . import store as store
 from . import unlearning as unlearning
 from ._plan import PlanError as PlanError
 from ._plan import plan as plan
-from ._support.checks import NotFinite as NotFinite
+from ._support.compile import NotFinite as NotFinite
 from ._support.files import FileError as FileError
 from .adapters._audit import audit as audit
 from .dual._fidelity import Fidelity as Fidelity

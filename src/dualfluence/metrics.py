@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from ._support import trees as _trees
+from ._support import points as _points
 from ._support.checks import (
     as_array,
     check_concrete,
@@ -36,7 +36,7 @@ class UnlearningReport:
 def tree_norm(params: PyTree) -> float:
     """`‖θ‖` over floating leaves."""
     _check_tree("tree_norm: params", params)
-    value = float(_trees.tree_norm(params))
+    value = float(_points.tree_norm(params))
     if not np.isfinite(value):
         raise ValueError("tree_norm: the parameters have NaN or inf, or their squares overflow.")
     return value
@@ -49,7 +49,7 @@ def distance(params_a: PyTree, params_b: PyTree) -> float:
     trees = jax.tree.structure(params_a), jax.tree.structure(params_b)
     if trees[0] != trees[1]:
         raise ValueError(f"distance: trees differ in structure, {trees[0]} and {trees[1]}.")
-    leaves_a, leaves_b = _trees.float_leaves(params_a), _trees.float_leaves(params_b)
+    leaves_a, leaves_b = _points.float_leaves(params_a), _points.float_leaves(params_b)
     shapes = [a.shape for a in leaves_a], [b.shape for b in leaves_b]
     if shapes[0] != shapes[1]:
         raise ValueError(f"distance: floating leaves differ in shape, {shapes[0]} and {shapes[1]}.")
@@ -58,7 +58,7 @@ def distance(params_a: PyTree, params_b: PyTree) -> float:
 
 def _difference(a: Array, b: Array) -> Array:
     """`a − b` in the wider of both dtypes, at least float32: half precision would round it."""
-    dtype = _trees.common_dtype(jnp.float32, a, b)
+    dtype = _points.common_dtype(jnp.float32, a, b)
     return a.astype(dtype) - b.astype(dtype)
 
 
@@ -90,7 +90,7 @@ def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTre
         raise ValueError("random_perturbation: no floating leaf to perturb.")
     keys = jax.random.split(key, len(leaves))
     noise = [jax.random.normal(k, v.shape, v.dtype) for k, v in zip(keys, leaves, strict=True)]
-    scale = norm / _trees.tree_norm(noise)
+    scale = norm / _points.tree_norm(noise)
     moved = [
         v + (scale * e.astype(scale.dtype)).astype(v.dtype)
         for v, e in zip(leaves, noise, strict=True)

@@ -141,7 +141,7 @@ def test_a_fitted_model_has_points_already():
 
 @pytest.mark.parametrize("bits", [32, 64])
 def test_arrays_in_any_precision_give_one_answer(bits):
-    with dfl._support.wide.types_of_64_bits(bits == 64):
+    with dfl._support.compile.types_of_64_bits(bits == 64):
         found = dfl.audit(None, jnp.asarray(X), SPOILED)
         assert found.wrong.dtype == np.float64
     exact = dfl.audit(None, X.astype(np.float32), SPOILED.astype(np.int8))

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualfluence._support import checks, memory, options, progress, show
+from dualfluence._support import checks, memory, options, show
 from dualfluence._support.compile import jit
-from dualfluence._support.points import count_points, form_of, is_tree
+from dualfluence._support.points import count_points, float_leaves, form_of, is_tree, tree_norm
 from dualfluence._support.records import from_plain, to_plain
-from dualfluence._support.trees import float_leaves, tree_norm
 
 GiB = 2**30
 
@@ -48,7 +47,7 @@ def test_a_host_has_its_own_memory_and_plain_tiles():
 
 def test_progress_is_told_to_a_function():
     told = []
-    with progress.Ticker(5, "tiles", lambda *args: told.append(args)) as ticker:
+    with options.Ticker(5, "tiles", lambda *args: told.append(args)) as ticker:
         ticker.tick()
         ticker.tick(3)
     assert told == [(1, 5, "tiles"), (4, 5, "tiles")]
@@ -58,9 +57,9 @@ def test_progress_is_told_to_a_function():
 def test_progress_is_drawn_after_two_seconds_on_a_terminal(monkeypatch, on):
     screen, now = io.StringIO(), SimpleNamespace(seconds=100.0)
     monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(progress.sys, "stderr", screen)
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now.seconds)
-    with progress.Ticker(10, "tiles", on) as ticker:
+    monkeypatch.setattr(options.sys, "stderr", screen)
+    monkeypatch.setattr(options.time, "monotonic", lambda: now.seconds)
+    with options.Ticker(10, "tiles", on) as ticker:
         for seconds in (1.9, 3.0, 3.1, 3.5):
             now.seconds = 100 + seconds
             ticker.tick()

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualfluence._support.tiles import even_size, fill_kernel, pad_rows
+from dualfluence._support.memory import even_size, fill_kernel, pad_rows
 
 SIZES = [(1, None), (5, None), (8, None), (1, 7), (7, 1), (5, 3)]
 TILES = [(3, 3), (8, 8), (2, 3), (16, 1), (5, 16)]

@@ -19,10 +19,6 @@ OVERFLOW = "The model overflows at these queries: scale them like the training f
 INT64 = np.iinfo(np.int64)
 
 
-class NotFinite(FloatingPointError, ValueError):
-    """The result overflows. The message says where, and what to try."""
-
-
 def as_array(name: str, value: Any) -> np.ndarray | jax.Array:
     """Real numbers or flags as an array, on the host unless they are on a device already.
 

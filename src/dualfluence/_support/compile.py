@@ -1,22 +1,46 @@
-"""The compiler options of the library's programs.
+"""How the library's programs are compiled, and the precision in which they compute.
 
 By default XLA's GPU compiler tries out Triton kernels for every matrix product. For float32 products at
 full precision this costs seconds per program and gains nothing. On one H200 (jax 0.11, n = 2000, c =
 10, 784-1024³-10) a first removal with its parameters took 20.2 s with that search and 1.8 s without,
 the first kernel 28 s and 6.4 s; repeated calls took the same time.
+
+Products are in full precision, where an accelerator's default is not enough. TF32 and bfloat16 have three
+digits: conjugate gradients stall, and factors of a matrix that is positive definite do not exist.
+
+If float32 is not accurate enough for a model, the model keeps its dual variables and outputs in
+float64. Its methods run in a local scope that switches 64-bit types on, and return float32 if the
+caller has them off.
 """
 
+import importlib
 from collections.abc import Callable
-from functools import cached_property, partial
-from typing import Any, Generic, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial, wraps
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
+
+HIGHEST = jax.lax.Precision.HIGHEST
+"""For one product."""
+
+PRECISION = "highest"
+"""The same for `jax.default_matmul_precision`, which takes a name."""
+
 
 P = ParamSpec("P")
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+class NotFinite(FloatingPointError, ValueError):
+    """The result overflows. The message says where, and what to try."""
+
 
 GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 
@@ -125,3 +149,76 @@ def filter_jit(fn: Callable[P, T]) -> Compiled[P, T]:
 def jit(fn: Callable[P, T], **options: Any) -> Compiled[P, T]:
     """`jax.jit` with the library's compiler options."""
     return Compiled(fn, partial(jax.jit, **options))
+
+
+def has_float64() -> bool:
+    """Whether 64-bit types are on here, switched on by the caller or by a `double` scope."""
+    return jnp.dtype(jax.dtypes.canonicalize_dtype(float)) == jnp.float64
+
+
+def double(wanted: bool = True) -> AbstractContextManager[Any]:
+    """A scope with 64-bit types, in this thread only. It does nothing if they are on or not wanted."""
+    return nullcontext() if not wanted or has_float64() else _switched(True)
+
+
+def _switched(on: bool) -> AbstractContextManager[Any]:
+    own: Any = getattr(jax, "enable_x64", None)
+    if own is None:  # the name that it has in JAX 0.6 and 0.7
+        own = importlib.import_module("jax.experimental").enable_x64
+    return own(on)
+
+
+def types_of_64_bits(on: bool) -> AbstractContextManager[Any]:
+    """A scope with 64-bit types, or without them."""
+    return double() if on else _switched(False)
+
+
+def widened(tree: PyTree) -> PyTree:
+    """Floating-point arrays as float64; everything else as it is."""
+    return jax.tree.map(_wider, tree)
+
+
+def narrowed(tree: PyTree) -> PyTree:
+    """Arrays in float64 as float32; records that define how they are narrowed; everything else
+    unchanged."""
+    own = getattr(tree, "_in_float32", None)
+    return own() if own is not None else jax.tree.map(_narrower, tree)
+
+
+def in_own_precision(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate[S, P], T]:
+    """A method of an object with `is_wide`: computed in float64, returned in float32.
+
+    Inside a scope with 64-bit types it does neither, because such callers want all digits.
+    """
+
+    @wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        if has_float64() or not getattr(self, "is_wide", False):
+            return method(self, *args, **kwargs)
+        with double():
+            return narrowed(method(self, *args, **kwargs))
+
+    return call
+
+
+def _wider(leaf: Any) -> Any:
+    return leaf.astype(jnp.float64) if _is_float_array(leaf) else leaf
+
+
+def _narrower(leaf: Any) -> Any:
+    if not (isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64):
+        return leaf
+    narrow = leaf.astype(jnp.float32)
+    if bool((jnp.isfinite(leaf) & ~jnp.isfinite(narrow)).any()):
+        raise NotFinite(
+            "a result overflows float32, the dtype in which it is returned: "
+            f"{float(jnp.max(jnp.abs(leaf))):.3g}. Scale features and targets, or call "
+            "jax.config.update('jax_enable_x64', True) first."
+        )
+    return narrow
+
+
+def _is_float_array(leaf: Any) -> bool:
+    return hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._support.points import is_tree
+from .._support.points import is_floating, is_tree
 from .._support.show import Shown, Table, described
-from .._support.trees import is_floating
 from ..kernels._linearized import ApplyFn, Linearized, linearize
 
 EVALUATION = {

@@ -18,7 +18,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from .._support.wide import double
+from .._support.compile import double
 from ..attribution._attribution import Attribution
 from ..dual._course import default_tolerance
 from ..dual._outcome import FLOOR_LIMIT

@@ -14,12 +14,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.checks import OVERFLOW, check_finite, check_indices, check_range
-from .._support.compile import filter_jit
-from .._support.memory import memory_budget
+from .._support.compile import HIGHEST, filter_jit
+from .._support.memory import even_size, memory_budget
+from .._support.options import ProgressFn, Ticker
 from .._support.points import shown
-from .._support.precision import HIGHEST
-from .._support.progress import ProgressFn, Ticker
-from .._support.tiles import even_size
 from ..dual._model import TrainedModel
 from ..dual._reweighted import columns_at_once, reweighted
 from ..problem._quantity import Quantity, as_quantity

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from .._support.wide import double
+from .._support.compile import double
 from ..infinite import Dense, Relu, serial
 from ..models._sources import AbstractSource
 from ._audit import Evidence

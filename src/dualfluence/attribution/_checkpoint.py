@@ -17,10 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit
-from .._support.precision import HIGHEST
-from .._support.tiles import even_size
-from .._support.trees import common_dtype
+from .._support.compile import HIGHEST, filter_jit
+from .._support.memory import even_size
+from .._support.points import common_dtype
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss, TokenCrossEntropy
 from ..models._low_rank import RandomFeatureSource

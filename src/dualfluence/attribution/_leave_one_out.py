@@ -20,9 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._support.compile import filter_jit
+from .._support.compile import HIGHEST, filter_jit
 from .._support.memory import total_memory
-from .._support.precision import HIGHEST
 from ..dual._model import TrainedModel, problem_on_device
 from ..dual._reweighted import reweighted
 from ..linalg import AbstractInverse

@@ -15,8 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, PyTree
 
-from .._support.compile import jit
-from .._support.precision import HIGHEST, PRECISION
+from .._support.compile import HIGHEST, PRECISION, jit
 from .._support.shards import AXIS, EVERY, ROWS, on_shards
 from ..kernels import empirical_kernel
 from ..kernels._along import kernel_along

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._plan import COMPUTE
+from .._support.compile import HIGHEST
 from .._support.memory import total_memory
 from .._support.options import check_count
-from .._support.precision import HIGHEST
 from ..losses import AbstractFactor
 
 LEADING_WIDTH = 64

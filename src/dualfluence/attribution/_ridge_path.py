@@ -13,9 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.checks import NotFinite
-from .._support.compile import filter_jit
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST, NotFinite, filter_jit
 from .._support.show import Shown, Table
 from ..dual._model import TrainedModel, problem_on_device
 from ..linalg import spectrum

@@ -16,9 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import as_features, check_finite, check_queries, check_rows
-from .._support.compile import jit
+from .._support.compile import PRECISION, jit
 from .._support.memory import GRADIENT_BYTES
-from .._support.precision import PRECISION
 from .._support.show import Shown
 from ..kernels import empirical_kernel
 from ..kernels._linearized import Linearized, linearize

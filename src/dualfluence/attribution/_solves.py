@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.compile import jit
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST, jit
 from ..linalg._triangular import inverse_transpose, solve_lower
 
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
-from .._support.compile import filter_jit
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST, filter_jit
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..problem._quantity import Quantity

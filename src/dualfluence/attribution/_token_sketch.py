@@ -17,11 +17,9 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._support.compile import filter_jit, jit
-from .._support.memory import PANEL_BYTES
-from .._support.precision import HIGHEST
-from .._support.tiles import even_size
-from .._support.trees import common_dtype
+from .._support.compile import HIGHEST, filter_jit, jit
+from .._support.memory import PANEL_BYTES, even_size
+from .._support.points import common_dtype
 from ._tokens import Queries, Sequences
 
 SKETCH_PROBES = 16

@@ -15,11 +15,9 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._support.compile import filter_jit
+from .._support.compile import HIGHEST, PRECISION, filter_jit
 from .._support.memory import tile_budget, total_memory
-from .._support.points import is_tree
-from .._support.precision import HIGHEST, PRECISION
-from .._support.trees import common_dtype
+from .._support.points import common_dtype, is_tree
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..problem._quantity import Quantity

@@ -16,9 +16,8 @@ from jaxtyping import Array, PyTree
 from .._support.archive import digest_of_all
 from .._support.checks import check_finite, check_queries, check_rows
 from .._support.compile import jit
-from .._support.options import check_worker
+from .._support.options import ProgressFn, Ticker, check_worker
 from .._support.points import Form, form_of, shown
-from .._support.progress import ProgressFn, Ticker
 from .._support.show import Shown
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened

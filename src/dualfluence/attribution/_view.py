@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.memory import memory_budget
-from .._support.precision import PRECISION
-from .._support.tiles import even_size
+from .._support.compile import PRECISION
+from .._support.memory import even_size, memory_budget
 from ..kernels import empirical_kernel
 from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized

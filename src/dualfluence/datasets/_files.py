@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._support.progress import ProgressFn, Ticker
+from .._support.options import ProgressFn, Ticker
 
 ENVIRONMENT_VARIABLE = "DUALFLUENCE_DATA"
 CHUNK_BYTES = 2**18

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .._support.progress import ProgressFn
+from .._support.options import ProgressFn
 from ._cifar10 import load_cifar10
 from ._dataset import Dataset
 from ._mnist import load_mnist, load_mnist_small

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .._support.progress import ProgressFn
+from .._support.options import ProgressFn
 from ._dataset import Dataset, check_labels
 from ._files import RemoteFile, fetch, find_file, given_folder, where_to_put
 

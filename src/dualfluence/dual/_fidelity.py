@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.trees import tree_norm
+from .._support.points import tree_norm
 from ..kernels._linearized import Linearized
 from ..models._passes import outputs_at
 from ..models._sources import pull_back

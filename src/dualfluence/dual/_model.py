@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.wide import in_own_precision
+from .._support.compile import in_own_precision
 from ..losses import AbstractLoss
 from ..operators import AbstractKernelOperator
 from ..operators._layout import Layout

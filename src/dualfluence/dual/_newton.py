@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from .._support.checks import NotFinite, check_concrete
-from .._support.compile import filter_jit
+from .._support.checks import check_concrete
+from .._support.compile import NotFinite, filter_jit
 from ..losses._losses import check_convex
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach

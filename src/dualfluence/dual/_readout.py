@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import OVERFLOW, check_finite
+from .._support.compile import double, in_own_precision
 from .._support.options import check_flag
-from .._support.wide import double, in_own_precision
 from ..kernels._linearized import Linearized
 from ..models._passes import outputs_at
 from ..models._sources import AbstractSource

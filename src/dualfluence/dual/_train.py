@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.progress import ProgressFn, Ticker
+from .._support.options import ProgressFn, Ticker
 from ..operators import AbstractKernelOperator
 from ..problem._objective import Problem, State
 from ..solvers import AbstractDualSolver, AbstractPreconditioner

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import NotFinite
+from .._support.compile import NotFinite
 from ..attribution._ridge_path import GRID, make_grid, ridge_path
 from ..dual._model import Trained, TrainedModel
 from ..losses import SquaredError

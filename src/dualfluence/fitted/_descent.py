@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.checks import (
-    NotFinite,
     as_array,
     as_dtype,
     check_finite,
@@ -31,9 +30,8 @@ from .._support.checks import (
     check_rows,
     training_weights,
 )
-from .._support.compile import filter_jit
-from .._support.options import check_count, check_positive, maybe
-from .._support.progress import ProgressFn, Ticker
+from .._support.compile import NotFinite, filter_jit
+from .._support.options import ProgressFn, Ticker, check_count, check_positive, maybe
 from ..losses import AbstractLoss
 from ..models._options import KernelArgument, kernel_options
 from ..models._sources import as_source

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from .._support.progress import ProgressFn
+from .._support.options import ProgressFn
 from ..dual._model import Trained
 from ..dual._newton import op_diagonal, op_mv
 from ..operators._layout import rows_for

@@ -9,10 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_ridge
-from .._support.options import check_count, check_positive, check_progress, maybe
+from .._support.compile import double, has_float64
+from .._support.options import ProgressFn, check_count, check_positive, check_progress, maybe
 from .._support.points import enter_points
-from .._support.progress import ProgressFn
-from .._support.wide import double, has_float64
 from ..dual._course import MAX_STEPS, Goal, fit_goal
 from ..dual._newton import op_diagonal
 from ..dual._outcome import check_outcome

@@ -10,10 +10,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._plan import check_fits
-from .._support.options import check_count, check_flag, check_path, check_positive, maybe
-from .._support.progress import ProgressFn
+from .._support.compile import in_own_precision
+from .._support.options import (
+    ProgressFn,
+    check_count,
+    check_flag,
+    check_path,
+    check_positive,
+    maybe,
+)
 from .._support.show import Shown, Table
-from .._support.wide import in_own_precision
 from ..attribution._attribute import attribute, attribute_groups
 from ..attribution._attribution import Attribution, GroupAttribution
 from ..attribution._ridge_path import RidgePath, ridge_path

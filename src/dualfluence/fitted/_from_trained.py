@@ -11,11 +11,9 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_ridge
-from .._support.compile import filter_jit
-from .._support.options import check_choice, check_flag, check_instance
-from .._support.progress import ProgressFn
-from .._support.trees import tree_norm
-from .._support.wide import double
+from .._support.compile import double, filter_jit
+from .._support.options import ProgressFn, check_choice, check_flag, check_instance
+from .._support.points import tree_norm
 from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure, see, warn_if_far
 from ..dual._newton import inspect_jit, op_diagonal, op_mv
 from ..dual._readout import Reference

@@ -12,11 +12,10 @@ from jaxtyping import PyTree
 
 from .._support.archive import Damaged, checking, read_archive
 from .._support.checks import check_finite, check_ridge
-from .._support.options import check_loss, check_path, check_progress, maybe
+from .._support.compile import double, narrowed
+from .._support.options import ProgressFn, check_loss, check_path, check_progress, maybe
 from .._support.points import Form
-from .._support.progress import ProgressFn
 from .._support.records import from_plain
-from .._support.wide import double, narrowed
 from ..dual._fidelity import Fidelity
 from ..dual._readout import Reference
 from ..kernels._affine import is_affine

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.checks import OVERFLOW, check_finite
-from .._support.trees import tree_norm
+from .._support.points import tree_norm
 from ..dual._fidelity import see
 from ..dual._newton import check_finite_norm, inspect_jit, op_diagonal, op_mv
 from ..dual._readout import Reference

@@ -5,10 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._support.checks import NotFinite, check_fraction
-from .._support.options import check_on_failure, check_progress, check_solver
-from .._support.progress import ProgressFn
-from .._support.wide import double, widened
+from .._support.checks import check_fraction
+from .._support.compile import NotFinite, double, widened
+from .._support.options import ProgressFn, check_on_failure, check_progress, check_solver
 from ..dual._course import Goal, default_rtol
 from ..dual._fidelity import still_linear
 from ..dual._model import Trained, TrainedModel

@@ -18,11 +18,10 @@ from .._support.checks import (
     check_rows,
     training_weights,
 )
+from .._support.compile import HIGHEST
 from .._support.memory import memory_budget
-from .._support.options import check_loss, check_progress
+from .._support.options import ProgressFn, check_loss, check_progress
 from .._support.points import enter_points
-from .._support.precision import HIGHEST
-from .._support.progress import ProgressFn
 from ..dual._fidelity import random_like
 from ..dual._newton import op_diagonal, op_mv
 from ..kernels._linearized import Linearized

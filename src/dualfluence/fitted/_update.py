@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.checks import OVERFLOW, check_finite
+from .._support.compile import in_own_precision
 from .._support.options import check_flag
 from .._support.show import Shown, Table
-from .._support.wide import in_own_precision
 from ..dual._model import Trained
 from ..dual._readout import DualModel
 from ..operators._layout import Layout

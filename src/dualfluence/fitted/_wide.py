@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 
+from .._support.compile import double, widened
 from .._support.memory import memory_budget
 from .._support.points import enter_points
-from .._support.wide import double, widened
 from ..dual._model import Trained, TrainedModel, Widening
 from ..dual._newton import op_diagonal, op_mv
 from ..dual._readout import Reference

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST
 from ._gap import coincide
 from ._spec import AbstractLayer, Band, Spec
 from ._states import ImagePairs, settle

@@ -12,10 +12,9 @@ from jax import lax
 from jaxtyping import Array
 
 from .._support.compile import jit
-from .._support.memory import TILE_BYTES
-from .._support.progress import ProgressFn
-from .._support.tiles import fill_kernel
-from .._support.trees import common_dtype
+from .._support.memory import TILE_BYTES, fill_kernel
+from .._support.options import ProgressFn
+from .._support.points import common_dtype
 from ._branches import Serial, Sum
 from ._inputs import as_points, check_finite, check_match, input_spec
 from ._norm import Dropout

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST
 from ._gap import Joint, safe_divide, safe_sqrt
 from ._piecewise import AbstractActivation, derivative
 from ._smooth import smooth_joint

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST
 from ._gap import Joint, joint_from_distance, joint_from_minus, safe_divide, safe_sqrt
 from ._spec import Band, Spec
 from ._windows import at_first, at_second

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._support.compile import jit
+from .._support.compile import HIGHEST, jit
 from .._support.memory import tile_budget
 from .._support.points import count_points
-from .._support.precision import HIGHEST
 from ._empirical import even_parts, require_finite
 from ._prepare import TERMS_AT_ONCE, Features, Pair, Prepared, as_inputs, prepare_kernel
 

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._support.compile import jit
-from .._support.precision import PRECISION
+from .._support.compile import PRECISION, jit
 from ._jacobian import push
 from ._program import as_program, mentions, program_digest, shapes_of, trace
 from ._rows import Free, Mixed, Points, follow_rows

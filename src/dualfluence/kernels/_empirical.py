@@ -13,13 +13,10 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from .._support.checks import NotFinite
-from .._support.memory import tile_budget
-from .._support.options import check_count
+from .._support.compile import HIGHEST, PRECISION, NotFinite
+from .._support.memory import even_size, fill_kernel, tile_budget
+from .._support.options import ProgressFn, check_count
 from .._support.points import count_points
-from .._support.precision import HIGHEST, PRECISION
-from .._support.progress import ProgressFn
-from .._support.tiles import even_size, fill_kernel
 from ._prepare import TERMS_AT_ONCE, Features, Prepared, as_inputs, prepare_kernel
 from ._recipe import KernelReport, Method
 

@@ -12,14 +12,10 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import all_finite, check_concrete, check_numbers
-from .._support.memory import BATCH_BYTES, GRADIENT_BYTES
-from .._support.options import check_choice, check_count, check_function, maybe
-from .._support.points import Form, count_points, is_tree
-from .._support.precision import PRECISION
-from .._support.progress import ProgressFn
-from .._support.tiles import even_size
-from .._support.trees import common_dtype, is_floating, tree_norm
-from .._support.wide import widened
+from .._support.compile import PRECISION, widened
+from .._support.memory import BATCH_BYTES, GRADIENT_BYTES, even_size
+from .._support.options import ProgressFn, check_choice, check_count, check_function, maybe
+from .._support.points import Form, common_dtype, count_points, is_floating, is_tree, tree_norm
 from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows

@@ -18,9 +18,8 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from .._support.checks import as_array
-from .._support.points import Form
-from .._support.trees import is_array as is_array
-from .._support.trees import is_floating, tree_norm
+from .._support.points import Form, is_floating, tree_norm
+from .._support.points import is_array as is_array
 
 STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats"})
 """Collections that stand beside "params" in the variables of a model and are not trained."""

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array
 
-from .._support.compile import jit
+from .._support.compile import HIGHEST, jit
 from .._support.points import count_points
-from .._support.precision import HIGHEST
 from ._apart import Apart
 from ._jacobian import push
 from ._params import Split, opened, split_params

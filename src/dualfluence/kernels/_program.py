@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
-from .._support.trees import is_array
+from .._support.points import is_array
 from ._params import opened
 
 INLINED = frozenset(

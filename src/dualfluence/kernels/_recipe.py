@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from .._support.trees import common_dtype
+from .._support.points import common_dtype
 from ._params import Split
 from ._program import Op, Program, trace_program
 from ._reader import FactorReader, GradientFactor, Scalars

@@ -23,9 +23,8 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from .._support.precision import PRECISION
-from .._support.trees import is_array
-from .._support.wide import has_float64, types_of_64_bits, widened
+from .._support.compile import PRECISION, has_float64, types_of_64_bits, widened
+from .._support.points import is_array
 from ._params import InScale, Reading
 from ._program import Arithmetic, arithmetic, array_digest, program_digest, shapes_of, trace
 

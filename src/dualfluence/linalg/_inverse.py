@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST
 from ._triangular import solve_lower, upper_mm
 
 

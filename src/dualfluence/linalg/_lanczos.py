@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.precision import PRECISION
+from .._support.compile import PRECISION
 
 BREAKDOWN = 100.0
 """Rounding units of the largest entry of `T` below which a step has found nothing new. The space is

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from .._support.compile import jit
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST, jit
 from .._support.shards import AXIS, EVERY, ROWS, on_shards
 
 BLOCK = 256

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST
 
 LEAF = 512
 """Size at which a triangle is no longer split. Doubled, more of the work runs on half-empty blocks;

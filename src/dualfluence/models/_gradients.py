@@ -5,9 +5,8 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit
+from .._support.compile import PRECISION, filter_jit
 from .._support.memory import GRADIENT_BYTES
-from .._support.precision import PRECISION
 from ..kernels._linearized import Linearized
 
 

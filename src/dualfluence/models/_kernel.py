@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from jaxtyping import Array
 
-from .._support.progress import ProgressFn
+from .._support.options import ProgressFn
 
 
 class Kernel(Protocol):

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 
-from .._support.compile import filter_jit, jit
-from .._support.options import check_choice, check_count, check_key, maybe
+from .._support.compile import HIGHEST, filter_jit, jit
+from .._support.options import ProgressFn, check_choice, check_count, check_key, maybe
 from .._support.points import enter_points
-from .._support.precision import HIGHEST
-from .._support.progress import ProgressFn
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator
 from ._checks import check_network

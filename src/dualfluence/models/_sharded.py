@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit
-from .._support.progress import ProgressFn
+from .._support.options import ProgressFn
 from .._support.shards import EVERY, ROWS
 from ..kernels._linearized import Linearized
 from ..operators import (

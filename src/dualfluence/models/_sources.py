@@ -13,11 +13,9 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import as_jax, check_finite, check_range
-from .._support.compile import jit
-from .._support.points import Form, count_points, form_of
-from .._support.progress import ProgressFn
-from .._support.trees import common_dtype
-from .._support.wide import widened
+from .._support.compile import jit, widened
+from .._support.options import ProgressFn
+from .._support.points import Form, common_dtype, count_points, form_of
 from ..kernels._linearized import Linearized, as_network
 from ..operators import (
     AbstractKernelOperator,

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._support.compile import jit
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST, jit
 from ._base import AbstractKernelOperator
 from ._dense import DenseOperator, KroneckerOperator
 from ._layout import Layout

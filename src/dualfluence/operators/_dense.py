@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._support.compile import jit
+from .._support.compile import HIGHEST, jit
 from .._support.memory import panel_rows
-from .._support.precision import HIGHEST
 from ._base import AbstractKernelOperator
 from ._checks import check_entries
 from ._devices import from_parts, on_each_device

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 from jaxtyping import Array
 
-from .._support.progress import ProgressFn
+from .._support.options import ProgressFn
 from ._layout import Device, Layout
 
 T = TypeVar("T")

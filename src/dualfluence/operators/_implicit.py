@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
-from .._support.compile import jit
-from .._support.precision import HIGHEST
+from .._support.compile import HIGHEST, jit
 from ..kernels._linearized import Linearized
 from ._base import AbstractKernelOperator
 from ._layout import Layout

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._support.compile import HIGHEST
 from .._support.memory import panel_rows
-from .._support.precision import HIGHEST
 from ._base import AbstractKernelOperator, AbstractWrapper
 from ._layout import Layout
 

@@ -15,13 +15,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_ridge
-from .._support.compile import filter_jit
+from .._support.compile import double, filter_jit
 from .._support.options import (
     check_flag,
     check_on_failure,
 )
 from .._support.points import shown
-from .._support.wide import double
 from ..attribution._attribution import Attribution
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss

@@ -15,8 +15,7 @@ import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
-from .._support.compile import filter_jit
-from .._support.precision import PRECISION
+from .._support.compile import PRECISION, filter_jit
 from ..kernels._linearized import Linearized
 from ..linalg import Krylov, lanczos
 from ..losses import AbstractLoss

@@ -17,10 +17,8 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_fraction, check_ridge
-from .._support.compile import filter_jit
+from .._support.compile import PRECISION, double, filter_jit
 from .._support.options import check_count, check_flag, check_on_failure
-from .._support.precision import PRECISION
-from .._support.wide import double
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._losses import check_convex

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit
+from .._support.compile import PRECISION, filter_jit
 from .._support.memory import GRADIENT_BYTES
-from .._support.precision import PRECISION
 from ..kernels._params import split_params
 from ..kernels._products import cut
 from ._curvature import Curvature, curvature_roots, flat_rows, relative_residuals

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit
+from .._support.compile import PRECISION, filter_jit
 from .._support.options import check_positive, maybe
-from .._support.precision import PRECISION
 from ..problem._record import NotConverged
 from ._curvature import Curvature, Hessian, extreme_eigenvalues, relative_residuals
 from ._hessian import Rows

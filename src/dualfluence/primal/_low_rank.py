@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.compile import filter_jit, jit
+from .._support.compile import PRECISION, filter_jit, jit
 from .._support.options import check_flag
-from .._support.precision import PRECISION
 from ._curvature import (
     Curvature,
     Hessian,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.precision import PRECISION
+from .._support.compile import PRECISION
 from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import as_array, check_rows, training_weights
+from .._support.compile import double
 from .._support.options import check_count, check_instance, check_loss, maybe
 from .._support.points import enter_points
-from .._support.wide import double
 from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._checks import check_network, check_params

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite
-from .._support.compile import filter_jit
+from .._support.compile import PRECISION, filter_jit, in_own_precision
 from .._support.options import check_flag
-from .._support.precision import PRECISION
+from .._support.points import tree_norm
 from .._support.show import Shown, Table
-from .._support.trees import tree_norm
-from .._support.wide import in_own_precision
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._passes import outputs_at

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._support.compile import HIGHEST
 from .._support.options import check_count
-from .._support.precision import HIGHEST
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import AbstractKernelOperator, DenseOperator, KroneckerOperator, LowRankOperator
 from ._base import AbstractDualSolver, LinearSystem, Solution

@@ -19,8 +19,10 @@ import numpy as np
 
 from .._support.archive import digest
 from .._support.files import FileError, in_words, locked, remove_stale, system_error
-from .._support.memory import STORED_TILE_BYTES
+from .._support.memory import STORED_TILE_BYTES, pad_rows
 from .._support.options import (
+    ProgressFn,
+    Ticker,
     check_choice,
     check_count,
     check_flag,
@@ -30,9 +32,7 @@ from .._support.options import (
     maybe,
 )
 from .._support.points import form_of
-from .._support.progress import ProgressFn, Ticker
 from .._support.rows import DiskRows, Rows, as_rows, blocks
-from .._support.tiles import pad_rows
 from ..models._sources import AbstractSource, as_source
 from ._format import (
     HEADER,

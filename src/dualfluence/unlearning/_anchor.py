@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.compile import ARRAYS, filter_jit
+from .._support.compile import ARRAYS, HIGHEST, filter_jit
 from .._support.memory import memory_budget
-from .._support.precision import HIGHEST
 from ..fitted._fitted import Fitted
 from ..linalg import Krylov, lanczos
 from ..losses import AbstractFactor

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.wide import double
+from .._support.compile import double
 from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from .._support.compile import in_own_precision
 from .._support.files import FileError, write_whole
-from .._support.wide import in_own_precision
 from ..fitted._file import name_of
 from ..fitted._fitted import Fitted
 from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from .._support.compile import ARRAYS, jit
-from .._support.precision import PRECISION
+from .._support.compile import ARRAYS, PRECISION, jit
 from ..problem._certificate import Certificate, Norms, measure_norms, norms_of_square
 from ..problem._objective import AnyArray, Problem, State
 from ._anchor import Anchor

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.wide import in_own_precision
+from .._support.compile import in_own_precision
 from ..fitted._fitted import Fitted
 from ..kernels._params import Shifted
 from ._desk import Desk

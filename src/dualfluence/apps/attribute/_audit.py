@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.wide import in_own_precision
+from ..._support.compile import in_own_precision
 from ...fitted._fitted import Fitted
 from ...metrics import accuracy
 from ._data import Data, fit_model

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-from ..._support.wide import in_own_precision
+from ..._support.compile import in_own_precision
 from ...fitted._fitted import Fitted
 
 BLOCK = 8

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, PyTree
 
 from ... import datasets, metrics
-from ..._support.progress import ProgressFn
+from ..._support.options import ProgressFn
 from ...fitted._descent import Descent, kernel_gradient_descent
 from ...fitted._fit import fit
 from ...fitted._fitted import Fitted

@@ -16,8 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from ..._support.compile import filter_jit
-from ..._support.precision import HIGHEST
+from ..._support.compile import HIGHEST, filter_jit
 from ...losses import AbstractFactor
 from ...operators import AbstractKernelOperator, DenseOperator
 from ...problem._objective import Problem, State

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..._support.progress import ProgressFn, Ticker
-from ..._support.trees import tree_norm
+from ..._support.options import ProgressFn, Ticker
+from ..._support.points import tree_norm
 from ...kernels._linearized import ApplyFn, Linearized, linearize
 from ..compare._networks import make_network
 from ..compare._timing import time_call

@@ -10,7 +10,7 @@ import jax
 
 from ... import datasets
 from ..._support.files import check_writable
-from ..._support.progress import ProgressFn
+from ..._support.options import ProgressFn
 from ...datasets._files import given_folder
 from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
 from ._common import Context, LoadFn

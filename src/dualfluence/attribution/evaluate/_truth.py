@@ -12,9 +12,9 @@ from jaxtyping import Array, Bool, Float
 
 from ..._support.archive import digest_of_all
 from ..._support.checks import check_finite
-from ..._support.progress import ProgressFn, Ticker
+from ..._support.compile import in_own_precision
+from ..._support.options import ProgressFn, Ticker
 from ..._support.show import Shown
-from ..._support.wide import in_own_precision
 from ...dual._model import TrainedModel
 from ...dual._reweighted import columns_at_once, reweighted
 from ...problem._quantity import as_quantity
