@@ -27,7 +27,7 @@ from dualfluence.apps.compare._machine import describe_machine
 from dualfluence.apps.compare._timing import time_call, time_calls
 from dualfluence.apps.paper._results import write_json
 from dualfluence.attribution import Trajectory, evaluate
-from dualfluence.problem._record import NotConverged
+from dualfluence.problem._certificate import NotConverged
 from kernels import peak_above, resident
 
 OURS = "ours, trajectory"

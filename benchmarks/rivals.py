@@ -11,7 +11,7 @@ from dualfluence import primal
 from dualfluence.attribution import TRAK, GradCos, GradDot, TracIn
 from dualfluence.kernels._linearized import linearize
 from dualfluence.losses import SoftmaxCrossEntropy
-from dualfluence.problem._record import NotConverged
+from dualfluence.problem._certificate import NotConverged
 
 SHIFTS = (0.01, 0.1, 1.0, 10.0, 100.0)
 """Dampings to try, as multiples of the ridge that training corresponds to. On the network of

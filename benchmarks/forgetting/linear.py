@@ -11,8 +11,8 @@ from dualfluence import primal
 from dualfluence.dual._newton import op_mv
 from dualfluence.fitted._fitted import Fitted
 from dualfluence.fitted._update import Update
-from dualfluence.problem._edits import Remove, TrainingSet, apply_edits
-from dualfluence.problem._objective import State
+from dualfluence.problem._edits import Remove, apply_edits
+from dualfluence.problem._objective import State, TrainingSet
 
 from .measures import Judged, Setting
 

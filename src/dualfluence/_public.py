@@ -26,7 +26,8 @@ from .fitted._fit import kernel_operator as kernel_operator
 from .fitted._fitted import Fitted as Fitted
 from .fitted._from_trained import from_trained as from_trained
 from .fitted._io import load as load
-from .fitted._sketch import Sketch as Sketch
+from .fitted._options import KernelOptions as KernelOptions
+from .fitted._options import Sketch as Sketch
 from .fitted._update import Update as Update
 from .kernels._linearized import Linearized as Linearized
 from .kernels._linearized import linearize as linearize
@@ -37,16 +38,15 @@ from .losses import SquaredError as SquaredError
 from .losses import TokenCrossEntropy as TokenCrossEntropy
 from .models import Kernel as Kernel
 from .models._low_rank import low_rank as low_rank
-from .models._options import KernelOptions as KernelOptions
 from .models._sources import PrecomputedKernel as PrecomputedKernel
 from .operators import UnsupportedStructure as UnsupportedStructure
 from .problem._certificate import Certificate as Certificate
+from .problem._certificate import NotConverged as NotConverged
 from .problem._edits import Add as Add
 from .problem._edits import Relabel as Relabel
 from .problem._edits import Remove as Remove
 from .problem._edits import Replace as Replace
 from .problem._edits import Reweight as Reweight
-from .problem._record import NotConverged as NotConverged
 from .solvers import CG as CG
 from .solvers import Auto as Auto
 from .solvers import Cholesky as Cholesky

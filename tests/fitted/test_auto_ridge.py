@@ -11,7 +11,7 @@ import gates
 import oracles
 import problems
 from dualfluence.attribution._ridge_path import GRID
-from dualfluence.fitted._auto_ridge import auto_ridge, is_auto
+from dualfluence.fitted._fit import auto_ridge, is_auto
 
 N, C = 14, 2
 

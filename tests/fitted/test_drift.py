@@ -9,7 +9,7 @@ import cases
 import dualfluence as dfl
 import problems
 from dualfluence.fitted._drift import NOTABLE, check_drift, distance_limit, exceeds, follow, told
-from dualfluence.problem._record import Stats
+from dualfluence.problem._certificate import Stats
 
 N = 40
 

@@ -10,7 +10,7 @@ import pytest
 import dualfluence as dfl
 import gates
 from dualfluence.dual import _newton
-from dualfluence.operators._layout import MAX_SPARE, MIN_SPARE, rows_for
+from dualfluence.operators._base import MAX_SPARE, MIN_SPARE, rows_for
 
 C = 2
 LOSS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.05, "progress": False}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dualfluence.linalg import _spread, spread_cholesky
-from dualfluence.operators._layout import as_mesh
+from dualfluence.operators._base import as_mesh
 
 
 @pytest.mark.parametrize(("size", "devices"), [(1, 1), (5, 1), (33, 1), (2, 2), (38, 2)])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence.models._checks import check_params
 from dualfluence.models._gradients import gradient_norms, gradient_products, point_gradients
+from dualfluence.models._passes import check_params
 from dualfluence.models._sources import as_kernel, as_source, fold_block, operator_from_array
 
 N, C, Q = 5, 2, 3

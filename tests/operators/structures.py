@@ -14,7 +14,7 @@ import numpy as np
 
 import dualfluence as dfl
 from dualfluence import operators as ops
-from dualfluence.operators._layout import on_mesh
+from dualfluence.operators._base import on_mesh
 
 N, C, P = 6, 2, 4
 X = np.random.default_rng(0).normal(size=(N + 2, 3))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualfluence.operators._layout import Layout, as_mesh, on_mesh, rows_for, whole
+from dualfluence.operators._base import Layout, as_mesh, on_mesh, rows_for, whole
 
 TWO = Layout(((3, 4), (2, 5)))
 VALUES = np.arange(5.0)

@@ -10,7 +10,7 @@ from structures import STRUCTURES, C, N, Toeplitz, features, known
 
 import dualfluence as dfl
 from dualfluence import operators as ops
-from dualfluence.operators._layout import on_mesh, whole
+from dualfluence.operators._base import on_mesh, whole
 
 EXACT = 1e-9
 """Relative to the size of `K`: far above the rounding of any order of summation, far below an error."""

@@ -7,7 +7,7 @@ import numpy as np
 
 from dualfluence import operators as ops
 from dualfluence import store
-from dualfluence.operators._layout import as_mesh, on_mesh
+from dualfluence.operators._base import as_mesh, on_mesh
 
 from .table import each, raises, row
 

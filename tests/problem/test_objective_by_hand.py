@@ -10,8 +10,8 @@ import pytest
 
 import dualfluence as dfl
 from dualfluence.problem._certificate import Certificate, measure_norms
-from dualfluence.problem._edits import TrainingSet, apply_edits
-from dualfluence.problem._objective import Problem, State
+from dualfluence.problem._edits import apply_edits
+from dualfluence.problem._objective import Problem, State, TrainingSet
 
 EPS = np.finfo(float).eps
 C = 2

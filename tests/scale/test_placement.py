@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence.operators._layout import Layout, as_mesh, on_mesh
+from dualfluence.operators._base import Layout, as_mesh, on_mesh
 
 pytestmark = pytest.mark.host
 

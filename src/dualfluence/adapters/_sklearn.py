@@ -20,14 +20,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from .._support.compile import double
 from ..attribution._attribution import Attribution
-from ..dual._course import default_tolerance
-from ..dual._outcome import FLOOR_LIMIT
+from ..dual._course import FLOOR_LIMIT, default_tolerance
 from ..fitted._fit import fit
 from ..fitted._fitted import Fitted
 from ..fitted._io import load
+from ..fitted._options import KernelOptions
 from ..kernels._params import FREE, FREE_SCALE
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
-from ..models._options import KernelOptions
 from ..models._sources import as_source
 from ..problem._edits import Remove
 

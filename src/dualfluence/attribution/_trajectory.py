@@ -22,7 +22,7 @@ from .._support.show import Shown
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss
-from ..operators._layout import Device, as_mesh
+from ..operators._base import Device, as_mesh
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
 from ._checkpoint import PROJECTED_RANK, checkpoint_scores

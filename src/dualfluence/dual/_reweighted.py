@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._support.memory import memory_budget
-from ..problem._edits import normalised
+from ..problem._objective import normalised
 from ..solvers import CG, AbstractPreconditioner, resolve
 from ._course import MAX_STEPS, Goal, default_rtol
 from ._model import TrainedModel

@@ -13,7 +13,7 @@ from .._support.options import ProgressFn, Ticker
 from ..operators import AbstractKernelOperator
 from ..problem._objective import Problem, State
 from ..solvers import AbstractDualSolver, AbstractPreconditioner
-from ._course import UNSOLVED, Course, Goal, output_share
+from ._course import UNSOLVED, Course, Goal, Outcome, output_share
 from ._newton import (
     Point,
     StepReport,
@@ -25,7 +25,6 @@ from ._newton import (
     newton_step,
     op_mv,
 )
-from ._outcome import Outcome
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,7 @@ import sys
 from typing import Any, NamedTuple
 
 from .._support.options import check_positive, maybe
-from ..problem._certificate import Certificate
-from ..problem._record import Stats
+from ..problem._certificate import Certificate, Stats
 
 NOTABLE = 1e-2
 """Relative bound above which a note reports the drift of a chain of edits."""

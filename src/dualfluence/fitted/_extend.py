@@ -8,9 +8,8 @@ import numpy as np
 from .._support.options import ProgressFn
 from ..dual._model import Trained
 from ..dual._newton import op_diagonal, op_mv
-from ..operators._layout import rows_for
-from ..problem._edits import TrainingSet
-from ..problem._objective import State
+from ..operators._base import rows_for
+from ..problem._objective import State, TrainingSet
 
 
 def extended(model: Trained, data: TrainingSet, progress: bool | ProgressFn) -> Trained:

@@ -11,14 +11,13 @@ from jaxtyping import Array, PyTree
 
 from .._support.archive import write_archive
 from .._support.records import to_plain
-from ..dual._readout import Reference
+from ..dual._model import Reference
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..operators import (
     AbstractKernelOperator,
     UnsupportedStructure,
 )
-from ..problem._edits import TrainingSet
-from ..problem._objective import State
+from ..problem._objective import State, TrainingSet
 from ..solvers import AbstractPreconditioner
 
 FORMAT, VERSION = "dualfluence-fitted", 3

@@ -1,6 +1,10 @@
-"""Fitting: damped Newton from `α = 0`."""
+"""A fit: damped Newton from `α = 0`, at a given ridge or at the best one.
 
-from collections.abc import Sequence
+It passes three stages: `_options` checks what was asked for, `_setup` prepares data and kernel, `_run` takes
+the steps.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -9,28 +13,117 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_ridge
-from .._support.compile import double, has_float64
+from .._support.compile import NotFinite, double, has_float64
 from .._support.options import ProgressFn, check_count, check_positive, check_progress, maybe
 from .._support.points import enter_points
-from ..dual._course import MAX_STEPS, Goal, fit_goal
+from ..attribution._ridge_path import GRID, make_grid, ridge_path
+from ..dual._course import MAX_STEPS, Goal, check_outcome, fit_goal
+from ..dual._model import Trained, TrainedModel
 from ..dual._newton import op_diagonal
-from ..dual._outcome import check_outcome
-from ..losses import AbstractLoss
-from ..models._checks import check_network
-from ..models._options import KernelArgument, KernelOptions, kernel_options
+from ..losses import AbstractLoss, SquaredError
+from ..models._passes import check_network
 from ..models._sources import AbstractSource, as_source
 from ..operators import AbstractKernelOperator, widen
-from ..operators._layout import Device
-from ..problem._certificate import Certificate
+from ..operators._base import Device
+from ..problem._certificate import Certificate, Clock, OnFailure, Stats
 from ..problem._objective import State
-from ..problem._record import Clock, OnFailure, Stats
 from ..solvers import AbstractDualSolver, Auto, resolve
-from ._auto_ridge import auto_ridge, is_auto
 from ._fitted import Fitted
-from ._run import Settings, run, settings
-from ._setup import Setup, make_operator, place_source, prepare, rounding_unit
-from ._sketch import Sketch, as_sketch, make_preconditioner
-from ._wide import as_given, is_wide, start_norm, starts_wide, widened_model, widening
+from ._options import (
+    KernelArgument,
+    KernelOptions,
+    Settings,
+    Sketch,
+    as_sketch,
+    is_auto,
+    kernel_options,
+    settings,
+)
+from ._run import (
+    as_given,
+    is_wide,
+    run,
+    start_norm,
+    starts_wide,
+    widened_model,
+    widening,
+)
+from ._setup import Setup, make_operator, make_preconditioner, place_source, prepare, rounding_unit
+
+WHAT = "fit: ridge='auto'"
+
+STRIDE = 4
+"""For a loss that is not quadratic, first every fourth ridge (one a decade) is tried, then those two and one
+beside the best so far. Doubled, a narrow minimum is missed more often, and four fits are saved."""
+
+SAFE = 1e3
+"""Ridges of the default grid are at least this many rounding units of the mean diagonal of `K`: below,
+the difference that leave-one-out outputs are made of is rounding."""
+
+
+def auto_ridge(
+    fit_at: Callable[[float], Trained], untrained: Trained, grid: Any = None
+) -> tuple[Trained, str]:
+    """The fit whose ridge has the least leave-one-out loss, and why.
+
+    For squared error the path from the untrained model is exact, and one fit follows. Other losses are
+    fitted at ridges of the grid, far apart and then nearer, and each point is left out of each fit by one
+    Newton step: the step to another ridge would be too long to compare ridges by.
+
+    **Arguments:**
+
+    - `fit_at`: from a ridge to a fit of the same problem; should reuse its kernel.
+    - `untrained`: the model at `α = 0`.
+    - `grid`: ridges to choose from.
+    """
+    ridges = _default_grid(untrained) if grid is None else make_grid(untrained, grid, WHAT)
+    if isinstance(untrained.loss, SquaredError):
+        path = ridge_path(untrained, ridges, WHAT)
+        return fit_at(path.best), path.reason
+    return _search(fit_at, ridges)
+
+
+def _size(model: TrainedModel) -> float:
+    size = float(jnp.mean(model.kernel_diagonal))
+    if not 0 < size < np.inf:
+        raise NotFinite(f"{WHAT}: the mean diagonal of K is {size:.3g}. Give a number.")
+    return size
+
+
+def _default_grid(model: TrainedModel) -> np.ndarray:
+    eps = float(jnp.finfo(model.kernel_diagonal.dtype).eps)
+    return _size(model) * GRID[SAFE * eps <= GRID]
+
+
+def _search(fit_at: Callable[[float], Trained], ridges: np.ndarray) -> tuple[Trained, str]:
+    """Least own leave-one-out loss among fits at a stride, then at half of it beside the best."""
+    losses: dict[int, float] = {}
+    best: tuple[float, Trained] | None = None
+    at, stride = 0, STRIDE
+    wanted = list(range(0, ridges.size, stride))
+    while stride:
+        for index in (i for i in wanted if 0 <= i < ridges.size and i not in losses):
+            fitted = fit_at(float(ridges[index]))
+            losses[index] = _own_loss(fitted)
+            if best is None or losses[index] < best[0]:
+                best, at = (losses[index], fitted), index
+        stride //= 2
+        wanted = [at - stride, at + stride]
+    assert best is not None  # a grid has a ridge
+    loss, fitted = best
+    edge = ", at the edge of the grid" if at in (0, ridges.size - 1) else ""
+    reason = (
+        f"ridge {fitted.ridge:.3g}: least leave-one-out loss, {loss:.4g}, of {len(losses)} fits on a grid "
+        f"of {ridges.size} (each point left out by one Newton step){edge}"
+    )
+    return fitted, reason
+
+
+def _own_loss(fitted: TrainedModel) -> float:
+    """Leave-one-out loss at the fit's own ridge; infinite for a fit that does not stand."""
+    own = float(ridge_path(fitted, [fitted.ridge], WHAT).leave_one_out[0])
+    return own if np.isfinite(own) and fitted.stats.converged else float("inf")
+
 
 NO_CERTIFICATE = Certificate(float("inf"), 0.0, 0.0, 1.0)
 NOT_TRAINED = "not trained yet"
@@ -136,9 +229,9 @@ def _untrained(
 
 
 def _train(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:
-    update = run(start, start.data, start.state, goal, how, clock, start.stats.notes)
-    products = update.stats.products + start.stats.products
-    return replace(update.commit(), stats=update.stats._replace(products=products))
+    fitted = run(start, start.data, start.state, goal, how, clock, start.stats.notes).after
+    products = fitted.stats.products + start.stats.products
+    return replace(fitted, stats=fitted.stats._replace(products=products))
 
 
 def _train_at_best(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:

@@ -27,18 +27,19 @@ from ..dual._course import MAX_STEPS, Goal, fit_goal
 from ..dual._model import TrainedModel
 from ..dual._newton import op_diagonal
 from ..models._sharded import ShardedSource
-from ..operators._layout import Device, as_mesh, on_mesh
+from ..operators._base import Device, as_mesh, on_mesh
+from ..problem._certificate import Clock, OnFailure
 from ..problem._edits import AbstractEdit, apply_edits
 from ..problem._objective import State
-from ..problem._record import Clock, OnFailure
 from ..solvers import AbstractDualSolver, Auto
 from ._drift import check_drift, distance_limit, exceeds, follow, told
 from ._extend import extended
 from ._file import write_record
+from ._options import settings
 from ._purge import purged
-from ._run import run, settings, zero
+from ._run import run, zero
 from ._show import fitted_table
-from ._update import Update
+from ._update import Update, updated
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -93,14 +94,15 @@ class Fitted(Shown, TrainedModel):
         base = extended(self if mesh is None else self.on(mesh), data, progress)
         least = int(not data.same_objective(self.data))
         goal = Goal(until, None, steps if until is None else MAX_STEPS, min_steps=least)
-        update = run(base, data, base.state, goal, how, clock)
-        if drift is not None and exceeds(update.certificate, drift):
-            limit = self._remaining(distance_limit(update.certificate, drift))
+        done = run(base, data, base.state, goal, how, clock)
+        if drift is not None and exceeds(done.after.certificate, drift):
+            limit = self._remaining(distance_limit(done.after.certificate, drift))
             goal = Goal(limit, None, MAX_STEPS, min_steps=least)
-            update = run(base, data, base.state, goal, how, clock)
+            done = run(base, data, base.state, goal, how, clock)
+        certificate, stats = done.after.certificate, done.after.stats
         asked = until is not None or drift is not None
-        chain = follow(self.stats, update.certificate, met=asked and update.stats.converged)
-        return replace(update, stats=told(update.stats, chain))
+        chain = follow(self.stats, certificate, met=asked and stats.converged)
+        return updated(done.before, done.after, told(stats, chain))
 
     @in_own_precision
     def retrain(
@@ -121,7 +123,8 @@ class Fitted(Shown, TrainedModel):
         clock = Clock()
         base = extended(self, data, progress)
         goal = fit_goal(tolerance, MAX_STEPS, base.offset.dtype)
-        return run(base, data, zero(base), goal, how, clock)
+        done = run(base, data, zero(base), goal, how, clock)
+        return updated(done.before, done.after, done.after.stats)
 
     @in_own_precision
     def on(self, mesh: Mesh | Sequence[Device]) -> "Fitted":

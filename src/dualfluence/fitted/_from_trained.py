@@ -15,22 +15,27 @@ from .._support.compile import double, filter_jit
 from .._support.options import ProgressFn, check_choice, check_flag, check_instance
 from .._support.points import tree_norm
 from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure, see, warn_if_far
+from ..dual._model import Reference
 from ..dual._newton import inspect_jit, op_diagonal, op_mv
-from ..dual._readout import Reference
 from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
-from ..models._checks import check_params
-from ..models._options import KernelArgument, KernelOptions, kernel_options
+from ..models._passes import check_params
 from ..models._sources import NetworkSource, bound_network
-from ..operators._layout import Device
+from ..operators._base import Device
+from ..problem._certificate import Clock, Stats
 from ..problem._objective import Problem, State, make_problem
-from ..problem._record import Clock, Stats
 from ..solvers import Auto, resolve
 from ._fitted import Fitted
-from ._setup import place_source, prepare, rounding_unit
-from ._sketch import Sketch, as_sketch, make_preconditioner
-from ._wide import WIDENED, kept_operator, start_norm, starts_wide, widening
+from ._options import (
+    KernelArgument,
+    KernelOptions,
+    Sketch,
+    as_sketch,
+    kernel_options,
+)
+from ._run import WIDENED, kept_operator, start_norm, starts_wide, widening
+from ._setup import make_preconditioner, place_source, prepare, rounding_unit
 
 FOUND_LINEAR = "found linear at a few parameters: every answer is compared with the network itself"
 

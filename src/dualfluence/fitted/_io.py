@@ -17,12 +17,11 @@ from .._support.options import ProgressFn, check_loss, check_path, check_progres
 from .._support.points import Form
 from .._support.records import from_plain
 from ..dual._fidelity import Fidelity
-from ..dual._readout import Reference
+from ..dual._model import Reference
 from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
 from ..kernels._params import Shifted
 from ..losses import AbstractLoss
-from ..models._options import FORMS, check_operator
 from ..models._sources import AbstractSource, as_source
 from ..operators import (
     AbstractKernelOperator,
@@ -30,10 +29,8 @@ from ..operators import (
     KroneckerOperator,
     widen,
 )
-from ..problem._certificate import Certificate
-from ..problem._edits import TrainingSet
-from ..problem._objective import State
-from ..problem._record import Stats
+from ..problem._certificate import Certificate, Stats
+from ..problem._objective import State, TrainingSet
 from ..solvers import NoPreconditioner, SpectralPreconditioner
 from ._file import (
     CLOSED_FORMS,
@@ -47,9 +44,10 @@ from ._file import (
     name_of,
 )
 from ._fitted import Fitted
+from ._options import FORMS, check_operator
 from ._recheck import computed_again
+from ._run import start_norm
 from ._setup import KERNEL_SLACK, check_given, choose_form, rounding_unit
-from ._wide import start_norm
 
 PROBES = 8
 """Training points at which the model is compared with the file."""

@@ -15,10 +15,10 @@ from jaxtyping import Array, Float
 from ..dual._model import Trained
 from ..dual._newton import op_mv
 from ..operators import AbstractKernelOperator, UnsupportedStructure
-from ..problem._edits import TrainingSet
-from ..problem._objective import State
+from ..problem._objective import State, TrainingSet
 from ..solvers import CG
-from ._sketch import Sketch, make_preconditioner
+from ._options import Sketch
+from ._setup import make_preconditioner
 
 NEGLIGIBLE = 1e3
 """Dual variables of a removed point up to this many units in the last place count as zero."""

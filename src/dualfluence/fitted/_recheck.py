@@ -16,8 +16,8 @@ from jaxtyping import Array, Float
 from .._support.checks import OVERFLOW, check_finite
 from .._support.points import tree_norm
 from ..dual._fidelity import see
+from ..dual._model import Reference
 from ..dual._newton import check_finite_norm, inspect_jit, op_diagonal, op_mv
-from ..dual._readout import Reference
 from ..kernels._linearized import Linearized
 from ..models._passes import outputs_at
 from ..problem._certificate import ROUNDING_FACTOR, reach

@@ -1,27 +1,193 @@
-"""One run of Newton steps on a model: what `fit`, `edit` and `retrain` have in common."""
+"""Third stage: a run of Newton steps on a model, which `fit`, `edit` and `retrain` share.
+
+Where rounding of float32 stops a run, it goes on with the same model in float64, which is made here.
+"""
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
+from weakref import WeakKeyDictionary
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import check_fraction
 from .._support.compile import NotFinite, double, widened
-from .._support.options import ProgressFn, check_on_failure, check_progress, check_solver
-from ..dual._course import Goal, default_rtol
+from .._support.memory import memory_budget
+from .._support.points import enter_points
+from ..dual._course import Ending, Goal, check_outcome, default_rtol
 from ..dual._fidelity import still_linear
-from ..dual._model import Trained, TrainedModel
-from ..dual._newton import op_mv
-from ..dual._outcome import Ending, check_outcome
+from ..dual._model import Reference, Trained, TrainedModel, Widening
+from ..dual._newton import op_diagonal, op_mv
 from ..dual._train import Machine, take_one_step, train
-from ..problem._edits import TrainingSet
-from ..problem._objective import State
-from ..problem._record import NOT_DONE, Clock, NotConverged, OnFailure
-from ..solvers import AbstractDualSolver, Auto, resolve
-from ._update import Update
-from ._wide import WIDENED, can_widen, falls_short, widened_model
+from ..models._passes import outputs_at
+from ..models._sources import AbstractSource, as_source
+from ..operators import AbstractKernelOperator, widen
+from ..problem._certificate import Certificate, Clock, NotConverged
+from ..problem._objective import State, TrainingSet
+from ..solvers import resolve
+from ._options import KernelOptions, Settings
+from ._setup import widens
 
-AUTO = Auto()
+AT_ONCE = 20.0
+"""Mean kernel entry over `λ` from which float32 is not tried on a CPU. The relative bound of a float32 fit
+is then about this many rounding units or more, above the tolerance of such fits. Doubled, some fits are
+made twice."""
+
+SMALL = 2048
+"""Unknowns up to which a CPU does not mind float64. Past them a product with `K` takes twice as long, and
+float64 waits until float32 is refused, as on an accelerator. Doubled, requests of 4,000 unknowns are
+slower."""
+
+LOOSE = 1e-5
+"""Relative bound above which a float32 answer that is all rounding is computed again on a CPU. A hundredth
+of it is about what float32 can tell from the truth."""
+
+WIDENED = "float32 data, residuals and dual variables in float64"
+
+
+def is_wide(op: AbstractKernelOperator | None) -> bool:
+    """Whether an operator that was handed in multiplies in float64."""
+    return op is not None and op.dtype == jnp.float64
+
+
+def can_widen(model: TrainedModel) -> bool:
+    """Whether rounding of float32 is what limits this model, and float64 is to be had."""
+    return (
+        model.offset.dtype == jnp.float32
+        and model.widening != "never"
+        and widens(model.source, model.kernel_op)
+    )
+
+
+def widening(options: KernelOptions) -> Widening:
+    """What becomes of `K` where float32 is not enough, from what the caller said of `K`."""
+    if options.refine is not None:
+        return "at once" if options.refine else "never"
+    return "computed anew" if options.operator is None else "as stored"
+
+
+def start_norm(source: AbstractSource) -> float:
+    """`‖θ₀‖` in the norm of the ridge, or of the parameters that `J` is taken at; 0 without any."""
+    return 0.0 if source.network is None else float(source.network.size)
+
+
+def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
+    """Whether float32 is not worth a try: on a CPU, where float64 costs twice as much at most.
+
+    `any_ridge` is a fit that tries many, small ones among them.
+    """
+    if not can_widen(model):
+        return False
+    if model.widening == "at once":
+        return True
+    large = any_ridge or float(jnp.mean(model.kernel_diagonal)) > AT_ONCE * model.ridge
+    return _is_cheap(model) and large
+
+
+def as_given(model: Trained, kernel: Any, x: Any, y: Any) -> Trained:
+    """The model with points, targets and kernel in the digits that the caller gave: NumPy's have 64 bits."""
+    data, source = model.data, model.source
+    with double():
+        targets = model.loss.prepare_targets(y, model.num_outputs, jnp.dtype("float64"))
+        points = data.x if data.form is not None or x is None else enter_points("x", x, None)
+        if source.network is None:
+            source = as_source(kernel, points)
+        return replace(model, data=replace(data, x=points, targets=targets), source=source)
+
+
+def falls_short(model: TrainedModel, certificate: Certificate, met: bool) -> bool:
+    """Whether a float32 answer that would be accepted is worth a second one in float64.
+
+    On accelerators it is not: the bound says what it is worth, and float64 may cost many times more.
+    """
+    bound = certificate.relative_bound
+    loose = certificate.at_floor and certificate.certified and bound > LOOSE
+    return loose and not met and _is_cheap(model)
+
+
+def widened_model(model: Trained) -> Trained:
+    """The same model in float64; made once, however many edits need it."""
+    known: Any = _WIDE.get(model)
+    if known is None:
+        known = _WIDE[model] = _widened(model)
+    return known
+
+
+_WIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Models in float64 by those in float32 that they were made from."""
+
+
+def _widened(model: Trained) -> Trained:
+    """The same model with `K`, outputs and dual variables in float64.
+
+    `K` is computed anew in float64 where that fits in memory. Otherwise, and where it was handed in, it
+    stays as it is and its products accumulate in float64.
+    """
+    model = model.without_spare_rows()
+    x, c = model.data.x, model.num_outputs
+    with double():
+        source = model.source.widened(x)
+        op = _operator(model, source)
+        alpha = widened(model.state.alpha)
+        state = State(alpha, op_mv(op, alpha))
+        reference = _reference(model, source)
+        if reference is None:
+            base = source.base_outputs(x, c)
+            offset = jnp.zeros_like(alpha) if base is None else base
+        else:
+            assert source.network is not None
+            start = op.layout.grow(reference.alpha, op.num_points)
+            outputs = outputs_at(source.network, reference.params, x, reference.linearised)
+            offset = outputs - op_mv(op, start)
+        pre = model.preconditioner
+        if op.narrow is op:
+            pre = widened(pre)
+        return replace(
+            model,
+            source=source,
+            data=replace(model.data, targets=widened(model.data.targets)),
+            state=state,
+            reference=reference,
+            kernel_op=op,
+            offset=offset.astype(alpha.dtype),
+            kernel_diagonal=op_diagonal(op),
+            preconditioner=pre,
+            epsilon=source.narrow_eps,
+            stats=model.stats._replace(notes=(*model.stats.notes, WIDENED)),
+        )
+
+
+def kept_operator(model: TrainedModel) -> AbstractKernelOperator | None:
+    """`K` in float32 with float64 products, where it is not to be computed anew; in a `double` scope."""
+    own = model.kernel_op
+    if own.follows_points:
+        return None
+    keep = model.widening in ("as stored", "at once") or 2 * own.num_bytes > memory_budget()
+    return widen(own) if keep else None
+
+
+def _operator(model: TrainedModel, source: AbstractSource) -> AbstractKernelOperator:
+    """`K` in float64, or the one in float32 with wide products."""
+    form = "matrix-free" if model.kernel_op.follows_points else "dense"
+    kept = kept_operator(model)
+    if kept is not None:
+        return kept
+    return source.operator(model.data.x, model.num_outputs, form=form, progress=False)
+
+
+def _reference(model: TrainedModel, source: AbstractSource) -> Reference | None:
+    """The trained parameters as the widened network takes them."""
+    ref, network = model.reference, model.source.network
+    if ref is None or network is None or source.network is None:
+        return None
+    params = source.network.enter(network.leave(ref.params))
+    return replace(ref, params=params, alpha=widened(ref.alpha))
+
+
+def _is_cheap(model: TrainedModel) -> bool:
+    small = model.data.num_points * model.num_outputs <= SMALL
+    return small and jax.default_backend() == "cpu"
+
 
 BENT = (
     "no certificate: at this answer the network is not linear, although it was found linear "
@@ -29,30 +195,13 @@ BENT = (
 )
 
 
-class Settings(NamedTuple):
-    """How a run is asked for.
+class Run(NamedTuple, Generic[Trained]):
+    """The model that a run started from, in the precision that it ended in, the one after it, and why it
+    ended."""
 
-    - `what`: who asks, for messages.
-    - `solver`: of the linear systems.
-    - `rtol`: relative residual of the last of them; `None` for the dtype's own.
-    - `on_failure`: whether an answer short of its goal is an error.
-    - `progress`: where to report.
-    """
-
-    what: str
-    solver: AbstractDualSolver | Auto
-    rtol: float | None
-    on_failure: OnFailure
-    progress: bool | ProgressFn
-
-
-def settings(what: str, solver: Any, rtol: Any, on_failure: Any, progress: Any) -> Settings:
-    """Checked settings, `Auto` where no solver was given."""
-    check_solver(what, solver, (AbstractDualSolver, Auto))
-    check_fraction(f"{what}: rtol", rtol)
-    check_on_failure(what, on_failure)
-    check_progress(what, progress)
-    return Settings(what, solver or AUTO, rtol, on_failure, progress)
+    before: Trained
+    after: Trained
+    ending: Ending
 
 
 def zero(model: TrainedModel) -> State:
@@ -70,36 +219,34 @@ def run(
     how: Settings,
     clock: Clock,
     notes: tuple[str, ...] = (),
-) -> Update[Trained]:
+) -> Run[Trained]:
     """Newton steps on `data` from `start`, with the kernel, ridge and preconditioner of `model`.
 
     Where rounding of float32 leaves an answer short, the run is repeated in float64 from where it came to.
     """
     if not can_widen(model):
         with double(model.is_wide):
-            return _run(model, data, start, goal, how, clock, notes)[0]
+            return _run(model, data, start, goal, how, clock, notes)
     try:
-        update, ending = _run(
-            model, data, start, goal, how._replace(on_failure="report"), clock, notes
-        )
+        done = _run(model, data, start, goal, how._replace(on_failure="report"), clock, notes)
     except NotFinite:
         alpha = start.alpha
     else:
-        cert, stats = update.certificate, update.stats
+        cert, stats = done.after.certificate, done.after.stats
         # A run that came to the end of its steps was not stopped by rounding.
-        refused = not stats.converged and (goal.counts_steps or ending != "steps")
+        refused = not stats.converged and (goal.counts_steps or done.ending != "steps")
         if not refused and not falls_short(model, cert, goal.met(cert)):
             check_outcome(stats, how.on_failure, how.what, cert, model.offset.dtype)
-            return update
+            return done
         # A step that was asked for starts where the fit ended; a run goes on from where it is.
-        alpha = start.alpha if goal.counts_steps else update.state.alpha
+        alpha = start.alpha if goal.counts_steps else done.after.state.alpha
     wide = widened_model(model)
     with double():
         alpha = widened(wide.layout.points(alpha))
         again = State(alpha, op_mv(wide.kernel_op, alpha))
         data = replace(data, targets=widened(data.targets))
         goal = goal.in_dtype(alpha.dtype)
-        return _run(wide, data, again, goal, how, clock, (*notes, WIDENED))[0]
+        return _run(wide, data, again, goal, how, clock, (*notes, WIDENED))
 
 
 def _run(
@@ -110,8 +257,8 @@ def _run(
     how: Settings,
     clock: Clock,
     notes: tuple[str, ...],
-) -> tuple[Update[Trained], Ending]:
-    """A run in the precision of the model, and why it ended."""
+) -> Run[Trained]:
+    """A run in the precision of the model."""
     dtype, problem = model.offset.dtype, model.problem(data)
     rtol = default_rtol(dtype) if how.rtol is None else how.rtol
     weights = model.layout.expand(data.sample_weights, "zero")  # none for spare rows
@@ -128,20 +275,13 @@ def _run(
         point, (outcome,) = take_one_step(machine, problem, start, rtol)
     else:
         point, (outcome,) = train(machine, problem, start, goal, rtol=rtol, progress=how.progress)
-    update = Update(
-        source=model.source,
-        data=data,
-        state=point.state,
-        reference=model.reference,
-        before=model,
-        certificate=model._widened(outcome.certificate),
-        stats=NOT_DONE,
-    )
+    certificate = model._widened(outcome.certificate)
+    after = replace(model, data=data, state=point.state, certificate=certificate)
     # A distance that was asked for must be reached; without one, the limit of the dtype will do.
     reached = outcome.ending == "met" or (goal.distance is None and outcome.near_floor)
     at_end = outcome.solved or outcome.near_floor
-    if _bends(update):
-        update = replace(update, certificate=replace(update.certificate, certified=False))
+    if _bends(after):
+        certificate = replace(certificate, certified=False)
         reached, notes = False, (*notes, BENT)
         if how.on_failure == "raise" and not goal.counts_steps:
             raise NotConverged(
@@ -154,14 +294,14 @@ def _run(
         picked.reason,
         notes + outcome.notes(dtype),
     )
-    check_outcome(stats, how.on_failure, how.what, update.certificate, dtype)
-    return replace(update, stats=stats), outcome.ending
+    check_outcome(stats, how.on_failure, how.what, certificate, dtype)
+    return Run(model, replace(after, certificate=certificate, stats=stats), outcome.ending)
 
 
-def _bends(update: Update[Any]) -> bool:
+def _bends(model: TrainedModel) -> bool:
     """Whether a network that was linear wherever it was tried is not linear at this answer."""
-    ref = update.reference
+    ref = model.reference
     if ref is None or ref.proven or not ref.certified:
         return False
-    params = update._network.enter(update.params())
-    return not still_linear(update._network, params, update.data.x, update.outputs)
+    params = model._network.enter(model.params())
+    return not still_linear(model._network, params, model.data.x, model.outputs)

@@ -1,4 +1,4 @@
-"""What a fit needs before its first step: checked data, `K`, base outputs."""
+"""Second stage: what a fit needs before its first step. Checked data, `K`, base outputs, preconditioner."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from .._plan import check_fits
+from .._plan import DEFAULT_RANK, check_fits
 from .._support.checks import (
     as_array,
     check_finite,
@@ -26,13 +26,28 @@ from ..dual._fidelity import random_like
 from ..dual._newton import op_diagonal, op_mv
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
-from ..models._checks import check_network
-from ..models._options import KernelOptions
+from ..models._low_rank import nystrom
+from ..models._passes import check_network
 from ..models._sharded import ShardedSource
 from ..models._sources import AbstractSource
 from ..operators import AbstractKernelOperator, widen
-from ..operators._layout import Device, as_mesh
-from ..problem._edits import TrainingSet
+from ..operators._base import Device, as_mesh
+from ..problem._objective import TrainingSet
+from ..solvers import (
+    CG,
+    AbstractDualSolver,
+    AbstractPreconditioner,
+    NoPreconditioner,
+    Refined,
+    SpectralPreconditioner,
+    spectral_preconditioner,
+)
+from ._options import KernelOptions, Sketch
+
+POWER_STEPS = 1
+"""Passes over `K` that sharpen the sketch. Doubled, CG saves an iteration or two, and the fit takes one
+more block product."""
+
 
 PROBES = 16
 KERNEL_SLACK = 1e-2
@@ -282,3 +297,41 @@ def _check_linear(what: str, model: Linearized, x: Array) -> None:
             f"{what}: anchor='zero' (ridge on ‖θ‖²) needs a model that is linear in its parameters, but "
             f"f(θ) − f(0) differs from Jθ by {gap:.3g}. Use anchor='params' for a nonlinear network."
         )
+
+
+class Sketched(NamedTuple):
+    """What a preconditioner cost: products with `K`, and words."""
+
+    products: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def make_preconditioner(
+    source: AbstractSource,
+    x: Array,
+    op: AbstractKernelOperator,
+    solver: AbstractDualSolver,
+    sketch: Sketch,
+) -> tuple[AbstractPreconditioner, Sketched]:
+    """A sketch of `K` for CG: two passes over the entries if `K` has any, otherwise columns at
+    landmarks."""
+    op, rank = op.narrow, sketch.rank
+    solver = solver.inner if isinstance(solver, Refined) else solver
+    size = op.num_points * op.num_outputs
+    on_devices = op.layout.sharding is not None
+    if rank is None:
+        dear = op.follows_points and on_devices
+        rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not dear else 0
+    if rank == 0:
+        return NoPreconditioner(), Sketched()
+    if rank > size:
+        raise ValueError(f"sketch: rank must be in [0, n·c] = [0, {size}], got {rank}.")
+    key = jax.random.key(0) if sketch.key is None else sketch.key
+    if op.follows_points and not on_devices:
+        # A block product costs as much as `rank` products here; landmark columns are entries.
+        features = nystrom(source, x, rank, op.num_outputs, key).features(x)
+        note = f"preconditioner: {features.shape[2]} columns of K at landmarks"
+        return SpectralPreconditioner(features), Sketched(0, (note,))
+    note = f"preconditioner: rank {rank} from {POWER_STEPS + 1} block products with K"
+    made = spectral_preconditioner(op, rank, key, POWER_STEPS)
+    return made, Sketched(POWER_STEPS + 1, (note,))

@@ -11,13 +11,11 @@ from .._support.checks import OVERFLOW, check_finite
 from .._support.compile import in_own_precision
 from .._support.options import check_flag
 from .._support.show import Shown, Table
-from ..dual._model import Trained
-from ..dual._readout import DualModel
-from ..operators._layout import Layout
-from ..problem._certificate import Certificate
+from ..dual._model import DualModel, Trained
+from ..operators._base import Layout
+from ..problem._certificate import Certificate, Stats
 from ..problem._edits import AbstractEdit, targets_like
 from ..problem._objective import State
-from ..problem._record import Stats
 from ._show import update_table
 
 
@@ -128,6 +126,19 @@ class Update(Shown, DualModel, Generic[Trained]):
             certificate=self.certificate,
             stats=self.stats,
         )
+
+
+def updated(before: Trained, after: Trained, stats: Stats) -> Update[Trained]:
+    """The update from one model to another on the same kernel."""
+    return Update(
+        source=after.source,
+        data=after.data,
+        state=after.state,
+        reference=after.reference,
+        before=before,
+        certificate=after.certificate,
+        stats=stats,
+    )
 
 
 def _square(state: State) -> Float[Array, ""]:

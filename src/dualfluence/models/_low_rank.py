@@ -15,8 +15,7 @@ from .._support.options import ProgressFn, check_choice, check_count, check_key,
 from .._support.points import enter_points
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator
-from ._checks import check_network
-from ._passes import pull_back
+from ._passes import check_network, pull_back
 from ._sources import AbstractSource, as_source, take_rows
 
 

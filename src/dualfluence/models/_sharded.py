@@ -23,8 +23,8 @@ from ..operators import (
     ShardedMatrixFreeOperator,
     ShardedOperator,
 )
+from ..operators._base import AXIS, Device, Layout, map_shards, on_mesh
 from ..operators._devices import from_parts, on_each_device
-from ..operators._layout import AXIS, Device, Layout, map_shards, on_mesh
 from ._sources import AbstractSource, flatten_block
 
 

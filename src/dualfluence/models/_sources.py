@@ -25,7 +25,7 @@ from ..operators import (
     UnsupportedStructure,
     grow,
 )
-from ..operators._layout import Layout, whole
+from ..operators._base import Layout, whole
 from ._kernel import is_symmetric
 from ._passes import (
     base_outputs,

@@ -9,9 +9,8 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import HIGHEST, jit
-from ._base import AbstractKernelOperator
+from ._base import AbstractKernelOperator, Layout
 from ._dense import DenseOperator, KroneckerOperator
-from ._layout import Layout
 
 
 class BorderedOperator(AbstractKernelOperator):

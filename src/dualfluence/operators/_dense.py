@@ -12,10 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from .._support.compile import HIGHEST, jit
 from .._support.memory import panel_rows
-from ._base import AbstractKernelOperator
+from ._base import AbstractKernelOperator, Device, Layout
 from ._checks import check_entries
 from ._devices import from_parts, on_each_device
-from ._layout import Device, Layout
 from ._mixed import wide_product
 from ._sharded import ShardedOperator
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from .._support.options import ProgressFn
-from ._layout import Device, Layout
+from ._base import Device, Layout
 
 T = TypeVar("T")
 

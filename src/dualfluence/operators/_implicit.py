@@ -12,8 +12,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from .._support.compile import HIGHEST, jit
 from ..kernels._linearized import Linearized
-from ._base import AbstractKernelOperator
-from ._layout import Layout
+from ._base import AbstractKernelOperator, Layout
 from ._sharded import AbstractTangentOperator, ShardedMatrixFreeOperator
 
 

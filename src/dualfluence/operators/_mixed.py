@@ -9,8 +9,7 @@ from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST
 from .._support.memory import panel_rows
-from ._base import AbstractKernelOperator, AbstractWrapper
-from ._layout import Layout
+from ._base import AbstractKernelOperator, AbstractWrapper, Layout
 
 
 class MixedOperator(AbstractWrapper):

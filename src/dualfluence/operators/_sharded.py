@@ -10,9 +10,15 @@ from jaxtyping import Array, Float, Shaped
 
 from .._support.shards import EVERY, ROWS
 from ..kernels._linearized import Linearized
-from ._base import AbstractKernelOperator, AbstractWrapper, UnsupportedStructure
+from ._base import (
+    AXIS,
+    AbstractKernelOperator,
+    AbstractWrapper,
+    Layout,
+    UnsupportedStructure,
+    map_shards,
+)
 from ._checks import check_by_products
-from ._layout import AXIS, Layout, map_shards
 from ._mixed import wide_product
 
 

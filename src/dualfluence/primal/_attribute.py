@@ -26,9 +26,9 @@ from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._gradients import gradient_products, point_gradients, rows_at_once
 from ..models._passes import outputs_at
-from ..operators._layout import Device, as_mesh
+from ..operators._base import Device, as_mesh
+from ..problem._certificate import OnFailure
 from ..problem._quantity import Quantity, as_quantity
-from ..problem._record import OnFailure
 from ._curvature import Curvature
 from ._mesh import SpreadPoints, spread_curvature
 from ._solvers import (

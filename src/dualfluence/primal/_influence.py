@@ -22,8 +22,9 @@ from .._support.options import check_count, check_flag, check_on_failure
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._losses import check_convex
-from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
-from ..problem._record import Clock, OnFailure, Stats
+from ..problem._certificate import Clock, OnFailure, Stats
+from ..problem._edits import AbstractEdit, Remove, apply_edits
+from ..problem._objective import TrainingSet
 from ._curvature import Curvature
 from ._solvers import CG, check_primal_solver, check_solved
 from ._start import curvature_at, entered_network, training_start

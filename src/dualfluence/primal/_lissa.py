@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from .._support.compile import PRECISION, filter_jit
 from .._support.options import check_positive, maybe
-from ..problem._record import NotConverged
+from ..problem._certificate import NotConverged
 from ._curvature import Curvature, Hessian, extreme_eigenvalues, relative_residuals
 from ._hessian import Rows
 from ._solvers import AT_ONCE, AbstractPrimalInverse, AbstractPrimalSolver, Solved, check_options

@@ -12,7 +12,7 @@ from .._support.compile import filter_jit
 from .._support.shards import AXIS, EVERY, ROWS
 from ..kernels._linearized import Linearized
 from ..models._gradients import gradient_products
-from ..operators._layout import Layout, map_shards, on_mesh
+from ..operators._base import Layout, map_shards, on_mesh
 from ._curvature import Curvature
 
 

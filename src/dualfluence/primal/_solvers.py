@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from .._support.checks import check_fraction, check_number
 from .._support.compile import PRECISION, NotFinite, filter_jit
 from .._support.options import check_choice, check_count, maybe
-from ..problem._record import NotConverged, OnFailure
+from ..problem._certificate import NotConverged, OnFailure
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._curvature import HESSIANS, Curvature, Hessian, extreme_eigenvalues, relative_residuals
 

@@ -13,9 +13,9 @@ from .._support.options import check_count, check_instance, check_loss, maybe
 from .._support.points import enter_points
 from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
-from ..models._checks import check_network, check_params
+from ..models._passes import check_network, check_params
 from ..models._sources import bound_network
-from ..problem._edits import TrainingSet
+from ..problem._objective import TrainingSet
 from ._curvature import Curvature, make_curvature
 
 

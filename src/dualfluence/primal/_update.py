@@ -16,8 +16,9 @@ from .._support.show import Shown, Table
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._passes import outputs_at
-from ..problem._edits import TrainingSet, targets_like
-from ..problem._record import Stats
+from ..problem._certificate import Stats
+from ..problem._edits import targets_like
+from ..problem._objective import TrainingSet
 
 
 class PrimalUpdate(Shown, eqx.Module):

@@ -7,6 +7,6 @@ from ._edits import Relabel as Relabel
 from ._edits import Remove as Remove
 from ._edits import Replace as Replace
 from ._edits import Reweight as Reweight
-from ._edits import TrainingSet as TrainingSet
 from ._objective import Problem as Problem
 from ._objective import State as State
+from ._objective import TrainingSet as TrainingSet

@@ -3,11 +3,15 @@ r"""How far an answer can be from exact retraining, rounding included.
 Rounding is estimated to first order, not proved. A product with `K` adds up terms $K_{ij}v_j$ with
 $|K_{ij}| \le \sqrt{K_{ii}K_{jj}}$, so row `i` of it is off by about $\epsilon\sqrt{K_{ii}}\,r(v)$ with
 the *reach* $r(v)$ of `v`, a norm of $\sqrt{K_{jj}}\,v_j$.
+
+`Stats` is the record of a run: what it took, and how long.
 """
 
 import math
 import sys
+import time
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -16,8 +20,68 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from .._support.checks import check_concrete
-from .._support.show import Shown, Table
+from .._support.show import Shown, Table, count
 from ._objective import AnyArray, Problem, State
+
+OnFailure = Literal["raise", "report"]
+
+
+class NotConverged(RuntimeError):
+    """A solve or a fit did not reach its tolerance. The message says how far it came."""
+
+
+class Stats(NamedTuple):
+    """How an answer was reached.
+
+    - `steps`: Newton steps.
+    - `iterations`: iterations of the linear solver, over all steps.
+    - `products`: products with `K`, all included.
+    - `converged`: whether the answer is what was asked for; `notes` say so where rounding set the end.
+    - `residual`: relative residual of the last linear solve.
+    - `seconds`: wall time until the result was ready.
+    - `solver`, `reason`: the linear solver, and why that one.
+    - `notes`: what else happened: form of `K`, precision, preconditioner, floor of rounding.
+    - `edits`: edits by a number of steps in a row, since the last answer that met a tolerance.
+    """
+
+    steps: int
+    iterations: int
+    products: int
+    converged: bool
+    residual: float
+    seconds: float
+    solver: str
+    reason: str
+    notes: tuple[str, ...] = ()
+    edits: int = 0
+
+    def summary(self) -> str:
+        """The run in one line."""
+        ended = "converged" if self.converged else "not converged"
+        parts = (count(self.steps, "step"), count(self.products, "product") + " with K")
+        return f"{', '.join(parts)}, {self.seconds:.2g} s, {ended}"
+
+    def _table(self) -> Table:
+        rows = [("run", self.summary()), ("solver", f"{self.solver} ({self.reason})")]
+        rows.append(("iterations", f"{self.iterations:,}, relative residual {self.residual:.2g}"))
+        if self.edits:
+            rows.append(("edits", f"{self.edits:,} in a row since the last that met a tolerance"))
+        return "Stats", [*rows, *(("note", note) for note in self.notes)]
+
+    # A tuple has no other bases.
+    __repr__, _repr_html_ = Shown.__repr__, Shown._repr_html_  # pyright: ignore
+
+
+class Clock:
+    """Wall time until a result is ready."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self, result: Any) -> float:
+        jax.block_until_ready(result)
+        return time.perf_counter() - self._start
+
 
 ROUNDING_FACTOR = 4.0
 """Safety factor on the estimate of rounding. With twice this value, certificates near their floor double."""

@@ -1,4 +1,4 @@
-r"""The objective, its stationarity and its certificate. Everything else builds on this file.
+r"""The training set, the objective and its stationarity. Everything else builds on this file.
 
 $$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad
   \theta = \theta_0 + J^\top\alpha,\quad f = f_0 + K\alpha,\quad
@@ -6,6 +6,7 @@ $$L_w(\theta) = \sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
@@ -14,15 +15,76 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._support.checks import check_queries
+from .._support.points import Form
+from .._support.show import Shown
 from ..losses import AbstractFactor, AbstractLoss
-from ..operators._layout import Layout
-from ._edits import TrainingSet
+from ..operators._base import Layout
 
 # Weights and ridge come from the host, and compiled functions take them as they are.
 if TYPE_CHECKING:
     AnyArray = Array
 else:
     AnyArray = Array | np.ndarray
+
+
+FLOAT = np.finfo(np.float64)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TrainingSet(Shown):
+    """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
+
+    Removed points keep their row with weight zero: positions never shift and nothing is compiled again.
+    `purged` are the positions whose features and targets were deleted, so that no edit can bring them
+    back. `form` describes how rows of `x` unpack, if features are a tree of arrays.
+    """
+
+    x: Array
+    targets: Array
+    sample_weights: np.ndarray
+    purged: np.ndarray | None = None
+    form: Form | None = None
+
+    @property
+    def features(self) -> Any:
+        """Features in the form in which they were given: one array, or a tree of arrays."""
+        return self.x if self.form is None else self.form.unpack(self.x)
+
+    def queries(self, xq: Any, name: str = "queries") -> Array:
+        """Queries of the same form, checked, and packed if the features are a tree."""
+        return check_queries(xq, self.x, name, form=self.form)
+
+    def same_objective(self, other: "TrainingSet") -> bool:
+        """Whether both have the same targets with the same weights; rows of weight zero do not count."""
+        n, here, there = other.num_points, self.sample_weights, other.sample_weights
+        if self.num_points != n and here[n:].any():
+            return False
+        if not np.array_equal(here[:n], there):
+            return False
+        if self.targets is other.targets:
+            return True
+        kept = there > 0
+        return np.array_equal(np.asarray(self.targets)[:n][kept], np.asarray(other.targets)[kept])
+
+    @property
+    def num_points(self) -> int:
+        return self.x.shape[0]
+
+    @property
+    def weights(self) -> np.ndarray:
+        """`w_i = s_i / Σ_j s_j`, for a mean loss over the remaining points."""
+        return normalised(self.sample_weights)
+
+
+def normalised(sample_weights: np.ndarray) -> np.ndarray:
+    """`s / Σs`, for each column if there are several, also if the sum overflows float64."""
+    with np.errstate(over="ignore"):
+        total = sample_weights.sum(axis=0)
+    if not np.all((total >= FLOAT.tiny) & (total <= FLOAT.max)):
+        sample_weights = sample_weights / sample_weights.max(axis=0)
+        total = sample_weights.sum(axis=0)
+    return sample_weights / total
 
 
 class State(eqx.Module):

@@ -22,8 +22,8 @@ import numpy as np
 from .._support.compile import double
 from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
-from ..problem._edits import AbstractEdit, Remove, TrainingSet, apply_edits
-from ..problem._objective import State
+from ..problem._edits import AbstractEdit, Remove, apply_edits
+from ..problem._objective import State, TrainingSet
 from ._anchor import Anchor, can_anchor, make_anchor
 from ._programs import Found, Programs
 from ._quick import Gone, committed, nothing_gone

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from .._support.archive import checking, read_archive, write_archive
-from ..problem._edits import TrainingSet
+from ..problem._objective import TrainingSet
 from ._ledger import LedgerError, digest
 
 FORMAT, VERSION = "dualfluence-points", 1

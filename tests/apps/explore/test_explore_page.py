@@ -120,6 +120,6 @@ def test_the_map_needs_no_entries_of_the_kernel(form):
 
 
 def form_of(form):
-    from dualfluence.models._options import KernelOptions
+    from dualfluence.fitted._options import KernelOptions
 
     return KernelOptions(form=form)

@@ -21,7 +21,7 @@ from dualfluence.apps.explore._app import make_app as make_page
 from dualfluence.apps.serve._app import make_app
 from dualfluence.fitted._fitted import Fitted
 from dualfluence.losses import SoftmaxCrossEntropy
-from dualfluence.problem._edits import TrainingSet
+from dualfluence.problem._objective import TrainingSet
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}

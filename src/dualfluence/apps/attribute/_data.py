@@ -12,9 +12,9 @@ from ... import datasets, infinite
 from ..._support.checks import check_finite, check_rows
 from ...fitted._fit import fit
 from ...fitted._fitted import Fitted
+from ...fitted._options import KernelOptions
 from ...kernels._linearized import linearize
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
-from ...models._options import KernelOptions
 
 NAMES = {"x": "x_train", "y": "y_train", "xq": "x_test", "yq": "y_test"}
 

@@ -11,10 +11,9 @@ from jaxtyping import PyTree
 from ... import metrics
 from ...datasets import Dataset
 from ...fitted._fit import fit
-from ...fitted._sketch import Sketch
+from ...fitted._options import KernelOptions, Sketch
 from ...kernels._linearized import Linearized
 from ...losses import SoftmaxCrossEntropy
-from ...models._options import KernelOptions
 from ...models._passes import outputs_at
 from ._methods import Method, Settings, TrainedCase
 from ._names import RANDOM

@@ -10,8 +10,8 @@ import numpy as np
 
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update
+from ...problem._certificate import OnFailure
 from ...problem._edits import AbstractEdit, Relabel, Remove
-from ...problem._record import OnFailure
 from ..attribute._audit import isolation
 from ..page._scene import Scene
 from ..page._view import (

@@ -14,9 +14,9 @@ from ..._support.options import ProgressFn
 from ...fitted._descent import Descent, kernel_gradient_descent
 from ...fitted._fit import fit
 from ...fitted._fitted import Fitted
+from ...fitted._options import KernelOptions
 from ...kernels._linearized import Linearized
 from ...losses import AbstractLoss, SoftmaxCrossEntropy, SquaredError
-from ...models._options import KernelOptions
 from ...models._passes import outputs_at
 from ...models._sources import pull_back
 from ...operators import AbstractKernelOperator

@@ -8,10 +8,9 @@ import numpy as np
 from ...dual._newton import inspect_jit, op_mv
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update
-from ...problem._certificate import Certificate
+from ...problem._certificate import Certificate, Clock, NotConverged, OnFailure, Stats
 from ...problem._edits import AbstractEdit, apply_edits
 from ...problem._objective import State
-from ...problem._record import Clock, NotConverged, OnFailure, Stats
 from ._forms import REMOVE_ALONE, AbstractPaperForm, FormSolution, PaperCG
 
 PAPER_CG = PaperCG()

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ...problem._record import NotConverged
+from ...problem._certificate import NotConverged
 from ...unlearning import LedgerError
 from ._token import is_authorised
 

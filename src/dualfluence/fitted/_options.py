@@ -1,12 +1,27 @@
-"""Options for `K`, in one object that every call takes."""
+"""First stage: the options of a call, checked. How to store `K`, its sketch, and how to run."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+from jaxtyping import PRNGKeyArray
 
-from .._support.options import check_choice, check_count, check_flag, check_instance, maybe
+from .._support.checks import check_fraction
+from .._support.options import (
+    ProgressFn,
+    check_choice,
+    check_count,
+    check_flag,
+    check_instance,
+    check_key,
+    check_on_failure,
+    check_progress,
+    check_solver,
+    maybe,
+)
 from ..operators import AbstractKernelOperator
+from ..problem._certificate import OnFailure
+from ..solvers import AbstractDualSolver, Auto
 
 FORMS = ("auto", "dense", "matrix-free")
 
@@ -96,3 +111,66 @@ def kernel_options(what: str, kernel: Any) -> KernelOptions:
     kinds = (AbstractKernelOperator, KernelOptions)
     check_instance(f"{what}: kernel", kernel, kinds, example)
     return KernelOptions(operator=kernel)
+
+
+@dataclass(frozen=True, eq=False)
+class Sketch:
+    """The preconditioner of CG: the `sketch` of `fit` and `from_trained`.
+
+    - `rank`: number of columns; 0 for no preconditioner. By default 200, or an eighth of the unknowns,
+      if the solver is CG.
+    - `key`: randomness; `jax.random.key(0)` by default.
+    """
+
+    rank: int | None = None
+    key: PRNGKeyArray | None = None
+
+    def __post_init__(self) -> None:
+        maybe(check_key, "Sketch: key", self.key)
+        rank = maybe(check_count, "Sketch: rank", self.rank, least=0)
+        object.__setattr__(self, "rank", rank)  # NumPy's integers as Python's
+
+
+DEFAULT = Sketch()
+
+
+def as_sketch(what: str, sketch: Any) -> Sketch:
+    """The sketch that was asked for, or the default."""
+    maybe(check_instance, f"{what}: sketch", sketch, kinds=Sketch, example="a Sketch(rank, key)")
+    return DEFAULT if sketch is None else sketch
+
+
+AUTO = Auto()
+
+
+class Settings(NamedTuple):
+    """How a run is asked for.
+
+    - `what`: who asks, for messages.
+    - `solver`: of the linear systems.
+    - `rtol`: relative residual of the last of them; `None` for the dtype's own.
+    - `on_failure`: whether an answer short of its goal is an error.
+    - `progress`: where to report.
+    """
+
+    what: str
+    solver: AbstractDualSolver | Auto
+    rtol: float | None
+    on_failure: OnFailure
+    progress: bool | ProgressFn
+
+
+def settings(what: str, solver: Any, rtol: Any, on_failure: Any, progress: Any) -> Settings:
+    """Checked settings, `Auto` where no solver was given."""
+    check_solver(what, solver, (AbstractDualSolver, Auto))
+    check_fraction(f"{what}: rtol", rtol)
+    check_on_failure(what, on_failure)
+    check_progress(what, progress)
+    return Settings(what, solver or AUTO, rtol, on_failure, progress)
+
+
+def is_auto(ridge: Any) -> bool:
+    """Whether the ridge is to be found; any other word is an error."""
+    if isinstance(ridge, str) and ridge != "auto":
+        raise ValueError(f"ridge: λ must be a positive number or 'auto', got {ridge!r}.")
+    return isinstance(ridge, str)
