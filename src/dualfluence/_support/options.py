@@ -202,3 +202,14 @@ def check_path(name: str, path: Any) -> Path:
 
 def _short(count: int) -> str:
     return str(count) if abs(count) <= LARGEST_COUNT else f"about 2**{count.bit_length() - 1}"
+
+
+class Clock:
+    """Wall time until a result is ready."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def stop(self, result: Any) -> float:
+        jax.block_until_ready(result)
+        return time.perf_counter() - self._start

@@ -31,11 +31,10 @@ from .._support.checks import (
     training_weights,
 )
 from .._support.compile import NotFinite, filter_jit
-from .._support.options import ProgressFn, Ticker, check_count, check_positive, maybe
+from .._support.options import Clock, ProgressFn, Ticker, check_count, check_positive, maybe
 from ..losses import AbstractLoss
 from ..models._sources import as_source
 from ..operators import AbstractKernelOperator
-from ..problem._certificate import Clock
 from ..problem._objective import Problem, State, make_problem
 from ._options import KernelArgument, kernel_options
 from ._setup import place_source, prepare

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from .._support.checks import check_ridge
 from .._support.compile import NotFinite, double, has_float64
-from .._support.options import ProgressFn, check_count, check_positive, check_progress, maybe
+from .._support.options import Clock, ProgressFn, check_count, check_positive, check_progress, maybe
 from .._support.points import enter_points
 from ..attribution._ridge_path import GRID, make_grid, ridge_path
 from ..dual._course import MAX_STEPS, Goal, check_outcome, fit_goal
@@ -25,7 +25,7 @@ from ..models._passes import check_network
 from ..models._sources import AbstractSource, as_source
 from ..operators import AbstractKernelOperator, widen
 from ..operators._base import Device
-from ..problem._certificate import Certificate, Clock, OnFailure, Stats
+from ..problem._certificate import Certificate, OnFailure, Stats
 from ..problem._objective import State
 from ..solvers import AbstractDualSolver, Auto, resolve
 from ._fitted import Fitted
@@ -39,16 +39,18 @@ from ._options import (
     kernel_options,
     settings,
 )
-from ._run import (
-    as_given,
+from ._run import as_given, run, starts_wide, widened_model
+from ._setup import (
+    Setup,
     is_wide,
-    run,
+    make_operator,
+    make_preconditioner,
+    place_source,
+    prepare,
+    rounding_unit,
     start_norm,
-    starts_wide,
-    widened_model,
     widening,
 )
-from ._setup import Setup, make_operator, make_preconditioner, place_source, prepare, rounding_unit
 
 WHAT = "fit: ridge='auto'"
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from .._plan import check_fits
 from .._support.compile import in_own_precision
 from .._support.options import (
+    Clock,
     ProgressFn,
     check_count,
     check_flag,
@@ -28,7 +29,7 @@ from ..dual._model import TrainedModel
 from ..dual._newton import op_diagonal
 from ..models._sharded import ShardedSource
 from ..operators._base import Device, as_mesh, on_mesh
-from ..problem._certificate import Clock, OnFailure
+from ..problem._certificate import OnFailure
 from ..problem._edits import AbstractEdit, apply_edits
 from ..problem._objective import State
 from ..solvers import AbstractDualSolver, Auto

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_ridge
 from .._support.compile import double, filter_jit
-from .._support.options import ProgressFn, check_choice, check_flag, check_instance
+from .._support.options import Clock, ProgressFn, check_choice, check_flag, check_instance
 from .._support.points import tree_norm
 from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure, see, warn_if_far
 from ..dual._model import Reference
@@ -23,7 +23,7 @@ from ..losses import AbstractLoss
 from ..models._passes import check_params
 from ..models._sources import NetworkSource, bound_network
 from ..operators._base import Device
-from ..problem._certificate import Clock, Stats
+from ..problem._certificate import Stats
 from ..problem._objective import Problem, State, make_problem
 from ..solvers import Auto, resolve
 from ._fitted import Fitted
@@ -34,8 +34,8 @@ from ._options import (
     as_sketch,
     kernel_options,
 )
-from ._run import WIDENED, kept_operator, start_norm, starts_wide, widening
-from ._setup import make_preconditioner, place_source, prepare, rounding_unit
+from ._run import WIDENED, kept_operator, starts_wide
+from ._setup import make_preconditioner, place_source, prepare, rounding_unit, start_norm, widening
 
 FOUND_LINEAR = "found linear at a few parameters: every answer is compared with the network itself"
 

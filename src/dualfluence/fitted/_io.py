@@ -46,8 +46,7 @@ from ._file import (
 from ._fitted import Fitted
 from ._options import FORMS, check_operator
 from ._recheck import computed_again
-from ._run import start_norm
-from ._setup import KERNEL_SLACK, check_given, choose_form, rounding_unit
+from ._setup import KERNEL_SLACK, check_given, choose_form, rounding_unit, start_norm
 
 PROBES = 8
 """Training points at which the model is compared with the file."""

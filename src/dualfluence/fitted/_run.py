@@ -3,8 +3,8 @@
 Where rounding of float32 stops a run, it goes on with the same model in float64, which is made here.
 """
 
-from dataclasses import replace
-from typing import Any, Generic, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Generic
 from weakref import WeakKeyDictionary
 
 import jax
@@ -13,19 +13,20 @@ import numpy as np
 
 from .._support.compile import NotFinite, double, widened
 from .._support.memory import memory_budget
+from .._support.options import Clock
 from .._support.points import enter_points
 from ..dual._course import Ending, Goal, check_outcome, default_rtol
 from ..dual._fidelity import still_linear
-from ..dual._model import Reference, Trained, TrainedModel, Widening
+from ..dual._model import Reference, Trained, TrainedModel
 from ..dual._newton import op_diagonal, op_mv
 from ..dual._train import Machine, take_one_step, train
 from ..models._passes import outputs_at
 from ..models._sources import AbstractSource, as_source
 from ..operators import AbstractKernelOperator, widen
-from ..problem._certificate import Certificate, Clock, NotConverged
+from ..problem._certificate import Certificate, NotConverged
 from ..problem._objective import State, TrainingSet
 from ..solvers import resolve
-from ._options import KernelOptions, Settings
+from ._options import Settings
 from ._setup import widens
 
 AT_ONCE = 20.0
@@ -45,11 +46,6 @@ of it is about what float32 can tell from the truth."""
 WIDENED = "float32 data, residuals and dual variables in float64"
 
 
-def is_wide(op: AbstractKernelOperator | None) -> bool:
-    """Whether an operator that was handed in multiplies in float64."""
-    return op is not None and op.dtype == jnp.float64
-
-
 def can_widen(model: TrainedModel) -> bool:
     """Whether rounding of float32 is what limits this model, and float64 is to be had."""
     return (
@@ -57,18 +53,6 @@ def can_widen(model: TrainedModel) -> bool:
         and model.widening != "never"
         and widens(model.source, model.kernel_op)
     )
-
-
-def widening(options: KernelOptions) -> Widening:
-    """What becomes of `K` where float32 is not enough, from what the caller said of `K`."""
-    if options.refine is not None:
-        return "at once" if options.refine else "never"
-    return "computed anew" if options.operator is None else "as stored"
-
-
-def start_norm(source: AbstractSource) -> float:
-    """`‖θ₀‖` in the norm of the ridge, or of the parameters that `J` is taken at; 0 without any."""
-    return 0.0 if source.network is None else float(source.network.size)
 
 
 def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
@@ -195,7 +179,8 @@ BENT = (
 )
 
 
-class Run(NamedTuple, Generic[Trained]):
+@dataclass(frozen=True, eq=False)
+class Run(Generic[Trained]):
     """The model that a run started from, in the precision that it ended in, the one after it, and why it
     ended."""
 

@@ -23,6 +23,7 @@ from .._support.memory import memory_budget
 from .._support.options import ProgressFn, check_loss, check_progress
 from .._support.points import enter_points
 from ..dual._fidelity import random_like
+from ..dual._model import Widening
 from ..dual._newton import op_diagonal, op_mv
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
@@ -145,6 +146,23 @@ def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
         return False
     exact = op.has_entries and op.product_precision == HIGHEST
     return exact or op.follows_points
+
+
+def is_wide(op: AbstractKernelOperator | None) -> bool:
+    """Whether an operator that was handed in multiplies in float64."""
+    return op is not None and op.dtype == jnp.float64
+
+
+def widening(options: KernelOptions) -> Widening:
+    """What becomes of `K` where float32 is not enough, from what the caller said of `K`."""
+    if options.refine is not None:
+        return "at once" if options.refine else "never"
+    return "computed anew" if options.operator is None else "as stored"
+
+
+def start_norm(source: AbstractSource) -> float:
+    """`‖θ₀‖` in the norm of the ridge, or of the parameters that `J` is taken at; 0 without any."""
+    return 0.0 if source.network is None else float(source.network.size)
 
 
 def enter_features(what: str, source: AbstractSource, x: Any, targets: Any) -> Array:

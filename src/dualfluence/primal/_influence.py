@@ -18,11 +18,11 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_fraction, check_ridge
 from .._support.compile import PRECISION, double, filter_jit
-from .._support.options import check_count, check_flag, check_on_failure
+from .._support.options import Clock, check_count, check_flag, check_on_failure
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._losses import check_convex
-from ..problem._certificate import Clock, OnFailure, Stats
+from ..problem._certificate import OnFailure, Stats
 from ..problem._edits import AbstractEdit, Remove, apply_edits
 from ..problem._objective import TrainingSet
 from ._curvature import Curvature

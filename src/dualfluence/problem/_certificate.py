@@ -9,9 +9,8 @@ the *reach* $r(v)$ of `v`, a norm of $\sqrt{K_{jj}}\,v_j$.
 
 import math
 import sys
-import time
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import equinox as eqx
 import jax
@@ -70,17 +69,6 @@ class Stats(NamedTuple):
 
     # A tuple has no other bases.
     __repr__, _repr_html_ = Shown.__repr__, Shown._repr_html_  # pyright: ignore
-
-
-class Clock:
-    """Wall time until a result is ready."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-
-    def stop(self, result: Any) -> float:
-        jax.block_until_ready(result)
-        return time.perf_counter() - self._start
 
 
 ROUNDING_FACTOR = 4.0

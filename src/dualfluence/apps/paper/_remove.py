@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 
+from ..._support.options import Clock
 from ...dual._newton import inspect_jit, op_mv
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update
-from ...problem._certificate import Certificate, Clock, NotConverged, OnFailure, Stats
+from ...problem._certificate import Certificate, NotConverged, OnFailure, Stats
 from ...problem._edits import AbstractEdit, apply_edits
 from ...problem._objective import State
 from ._forms import REMOVE_ALONE, AbstractPaperForm, FormSolution, PaperCG
