@@ -8,7 +8,7 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.fitted._drift import NOTABLE, check_drift, distance_limit, exceeds, follow, told
+from dualfluence.fitted._update import NOTABLE, check_drift, distance_limit, exceeds, follow, told
 from dualfluence.problem._certificate import Stats
 
 N = 40

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualfluence.linalg._triangular import LEAF, inverse_transpose, solve_lower, upper_mm
+from dualfluence.linalg._inverse import LEAF, inverse_transpose, solve_lower, upper_mm
 
 SIZES = (7, LEAF, 2 * LEAF + 3)
 

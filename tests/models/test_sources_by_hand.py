@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence.models._gradients import gradient_norms, gradient_products, point_gradients
-from dualfluence.models._passes import check_params
+from dualfluence.models._passes import (
+    check_params,
+    gradient_norms,
+    gradient_products,
+    point_gradients,
+)
 from dualfluence.models._sources import as_kernel, as_source, fold_block, operator_from_array
 
 N, C, Q = 5, 2, 3
@@ -176,7 +180,7 @@ def jacobian(x):
 def test_gradients_of_single_points(monkeypatch, limit):
     """All at once, and one at a time where they are large."""
     if limit is not None:
-        monkeypatch.setattr("dualfluence.models._gradients.rows_at_once", lambda model: limit)
+        monkeypatch.setattr("dualfluence.models._passes.rows_at_once", lambda model: limit)
     model = dfl.linearize(network, jax.tree.map(jnp.asarray, W))
     rows = np.einsum("nc,ncp->np", V, jacobian(X))
     x, v = jnp.asarray(X), jnp.asarray(V)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from dualfluence._support import checks, memory, options, show
+from dualfluence._support.archive import from_plain, to_plain
 from dualfluence._support.compile import jit
 from dualfluence._support.points import count_points, float_leaves, form_of, is_tree, tree_norm
-from dualfluence._support.records import from_plain, to_plain
 
 GiB = 2**30
 

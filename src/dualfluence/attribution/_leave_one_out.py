@@ -72,9 +72,9 @@ Part = tuple[Int[np.ndarray, " k"], Callable[[Any], Steps]]
 class AbstractLeaveOneOut(eqx.Module):
     """Solves the leave-one-out systems of one fit."""
 
-    terms: eqx.AbstractVar[Terms]
-    ridges: eqx.AbstractVar[np.ndarray]
-    first_order: eqx.AbstractVar[bool]
+    terms: Terms
+    ridges: np.ndarray
+    first_order: bool
 
     @abc.abstractmethod
     def parts(self, points: np.ndarray) -> Iterator[Part]:
@@ -93,9 +93,6 @@ class AbstractLeaveOneOut(eqx.Module):
 class DenseForm(AbstractLeaveOneOut):
     """Dense `K`: one factorisation of `B` for all points of equal weight."""
 
-    terms: Terms
-    ridges: np.ndarray
-    first_order: bool
     op: DenseOperator
 
     @property
@@ -127,9 +124,6 @@ class DenseForm(AbstractLeaveOneOut):
 class KroneckerDiagonalForm(AbstractLeaveOneOut):
     """`Σ ⊗ I` with curvature that does not mix outputs: one system of size `n` per output."""
 
-    terms: Terms
-    ridges: np.ndarray
-    first_order: bool
     op: KroneckerOperator
 
     @property
@@ -174,9 +168,6 @@ class KroneckerDiagonalForm(AbstractLeaveOneOut):
 class KroneckerSoftmaxForm(AbstractLeaveOneOut):
     """`Σ ⊗ I` with softmax curvature: `c + 1` Cholesky factors of size `n`."""
 
-    terms: Terms
-    ridges: np.ndarray
-    first_order: bool
     op: KroneckerOperator
 
     @property
@@ -198,9 +189,6 @@ class KroneckerSoftmaxForm(AbstractLeaveOneOut):
 class LowRankForm(AbstractLeaveOneOut):
     """`ΦΦᵀ`: one eigendecomposition of `ΦᵀWΦ`, of the rank's size, for any weights."""
 
-    terms: Terms
-    ridges: np.ndarray
-    first_order: bool
     op: LowRankOperator
 
     @property
@@ -222,9 +210,6 @@ class LowRankForm(AbstractLeaveOneOut):
 class BatchedForm(AbstractLeaveOneOut):
     """Any `K`: preconditioned CG on blocks of leave-one-out systems."""
 
-    terms: Terms
-    ridges: np.ndarray
-    first_order: bool
     fitted: TrainedModel = eqx.field(static=True)
     until: float | None = eqx.field(static=True)
 

@@ -22,8 +22,7 @@ from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
 from ..linalg import SpreadCholesky, spread_cholesky
 from ..losses import AbstractLoss
-from ..operators._base import Device, Layout, on_mesh
-from ..operators._devices import from_parts, on_each_device
+from ..operators._base import Device, Layout, from_parts, on_each_device, on_mesh
 from ..problem._quantity import Quantity
 from ._probes import Probes, RandomProbes
 from ._solves import correlation

@@ -23,8 +23,8 @@ from ..kernels import empirical_kernel
 from ..kernels._linearized import Linearized, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, SoftmaxCrossEntropy
-from ..models._gradients import gradient_norms
 from ..models._low_rank import RandomFeatureSource
+from ..models._passes import gradient_norms
 from ..models._sources import NetworkSource
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST, jit
-from ..linalg._triangular import inverse_transpose, solve_lower
+from ..linalg._inverse import inverse_transpose, solve_lower
 
 
 @partial(jit, static_argnames=("n", "odd"))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST, jit
-from ..linalg._triangular import inverse_transpose, solve_lower
+from ..linalg._inverse import inverse_transpose, solve_lower
 from ._solves import correlation, factor, half, half_rows, own_solve, scores_of, solve_both
 from ._terms import Scored
 

@@ -5,9 +5,10 @@ refused where it falls short.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from ..problem._certificate import Certificate, NotConverged, OnFailure, Stats
 from ._newton import StepReport, check_finite_norm, check_report
@@ -58,7 +59,7 @@ class Outcome(NamedTuple):
         small = small or cert.distance_bound <= UNDERFLOW
         return self.ending in ("floor", "stalled") and small
 
-    def notes(self, dtype: Any) -> tuple[str, ...]:
+    def notes(self, dtype: DTypeLike) -> tuple[str, ...]:
         """What to say where rounding changed a factorisation or ended the run."""
         notes = []
         if self.jitter:
@@ -88,7 +89,7 @@ class Outcome(NamedTuple):
 
 
 def check_outcome(
-    stats: Stats, on_failure: OnFailure, what: str, cert: Certificate, dtype: Any
+    stats: Stats, on_failure: OnFailure, what: str, cert: Certificate, dtype: DTypeLike
 ) -> None:
     """Raise unless the answer is what was asked for, or the caller wants it anyway."""
     if stats.converged or on_failure == "report":
@@ -154,7 +155,7 @@ class Goal(NamedTuple):
     by_default: bool = False
     min_steps: int = 0
 
-    def in_dtype(self, dtype: Any) -> "Goal":
+    def in_dtype(self, dtype: DTypeLike) -> "Goal":
         """The same goal for a run in this dtype."""
         return self._replace(relative=default_tolerance(dtype)) if self.by_default else self
 
@@ -167,18 +168,18 @@ class Goal(NamedTuple):
         return self.distance is None and self.relative is None
 
 
-def fit_goal(tolerance: float | None, max_steps: int, dtype: Any) -> Goal:
+def fit_goal(tolerance: float | None, max_steps: int, dtype: DTypeLike) -> Goal:
     """To a relative distance, by default the one that a fit in this dtype aims for."""
     relative = default_tolerance(dtype) if tolerance is None else tolerance
     return Goal(None, relative, max_steps, tolerance is None)
 
 
-def default_tolerance(dtype: Any) -> float:
+def default_tolerance(dtype: DTypeLike) -> float:
     """Relative certified distance that a fit aims for."""
     return 1e-10 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
-def default_rtol(dtype: Any) -> float:
+def default_rtol(dtype: DTypeLike) -> float:
     """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
     return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
 
@@ -221,7 +222,7 @@ class Course:
         asked = 0.0 if goal.distance is None else LOOSEST * goal.distance * self.ridge / norm
         return max(rtol, LOOSEST * min(1.0, max(share, asked)))
 
-    def take(self, report: StepReport, dtype: Any) -> bool:
+    def take(self, report: StepReport, dtype: DTypeLike) -> bool:
         """Count a step, and say whether it led to the best point so far."""
         self.last = report
         check_report(report, dtype, self.what)

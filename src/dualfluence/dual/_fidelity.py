@@ -2,12 +2,12 @@
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from .._support.points import tree_norm
@@ -176,7 +176,7 @@ def random_like(tree: PyTree, seed: int) -> PyTree:
     return jax.tree.unflatten(treedef, drawn)
 
 
-def _same(f: Array, linear: Array, reach: Array, dtype: Any = None) -> bool:
+def _same(f: Array, linear: Array, reach: Array, dtype: DTypeLike | None = None) -> bool:
     """Equal to rounding, where a sum of products of size `reach` may have cancelled."""
     eps = float(jnp.finfo(dtype or f.dtype).eps)
     allowed = LINEAR_SLACK * eps * (jnp.abs(f) + jnp.abs(linear) + reach)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import OVERFLOW, check_finite
 from .._support.compile import double, in_own_precision
 from .._support.options import check_flag
+from .._support.types import Inputs
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._passes import outputs_at
@@ -144,7 +145,7 @@ class DualModel(abc.ABC):
         return self._network.enter(self.params())
 
     @in_own_precision
-    def predict(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
+    def predict(self, xq: Inputs, *, linearised: bool = True) -> Float[Array, "q c"]:
         """Outputs at query points.
 
         **Arguments:**

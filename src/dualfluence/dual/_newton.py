@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from .._support.checks import check_concrete
@@ -212,8 +213,8 @@ def newton_step(
     """A damped step for one column of weights or many; columns that are not `moving` stay where they are."""
 
     def step(
-        problem: Problem, point: Point, rtol: Any, damping: Any, first: Any, moving: Any
-    ) -> Any:
+        problem: Problem, point: Point, rtol: Array, damping: Array, first: Array, moving: Any
+    ) -> tuple[Point, Array]:
         new, packed = _newton_step(
             op, problem, point, diagonal, solver, preconditioner, rtol, damping, first
         )
@@ -253,7 +254,7 @@ def influence_step(
     """The influence function for one column of weights or many: `inspect` and an undamped step, in one
     compiled program."""
 
-    def step(problem: Problem, state: State, rtol: Any) -> tuple[Point, Array]:
+    def step(problem: Problem, state: State, rtol: Array) -> tuple[Point, Array]:
         start = inspect(op, problem, state, diagonal)
         return _newton_step(op, problem, start, diagonal, solver, preconditioner, rtol, None)
 
@@ -326,7 +327,7 @@ def _line_search(
     return jnp.where(end.taken, end.t, end.low)
 
 
-def check_report(report: StepReport, dtype: Any, what: str) -> None:
+def check_report(report: StepReport, dtype: DTypeLike, what: str) -> None:
     """Raise on NaN or on a loss that is not convex."""
     check_convex(what, report.min_curvature, dtype)
     check_finite_norm(report.gradient_norm + report.rounding, what)

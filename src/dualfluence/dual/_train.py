@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.options import ProgressFn, Ticker
@@ -61,7 +62,7 @@ def take_one_step(
     return point, outcomes
 
 
-def _one_step(machine: Machine, report: StepReport, dtype: Any) -> Outcome:
+def _one_step(machine: Machine, report: StepReport, dtype: DTypeLike) -> Outcome:
     check_report(report, dtype, machine.what)
     cert = report.certificate(machine.ridge)
     return Outcome(
@@ -154,7 +155,7 @@ class _Run:
     def _many(self) -> bool:
         return self.problem.weights.ndim > 1
 
-    def _each(self, values: Sequence[Any], dtype: Any) -> Any:
+    def _each(self, values: Sequence[Any], dtype: DTypeLike) -> Any:
         """One value for each column, or the only one."""
         return np.asarray(values if self._many else values[0], dtype)
 

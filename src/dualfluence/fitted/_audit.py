@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from .._support.types import Inputs, Numbers
 from ..attribution._audit import Evidence
 from ..attribution._audit_own import kernel_distances, over_outputs
 from ..attribution._near import Distances, linear
@@ -20,7 +21,7 @@ STEPS = 2
 """Newton steps of a set of redundant points that is left out."""
 
 
-def from_fitted(fitted: Fitted, classes: Any, xq: Any, yq: Any) -> Evidence:
+def from_fitted(fitted: Fitted, classes: Any, xq: Inputs, yq: Numbers | None) -> Evidence:
     """Of a model that is fitted already.
 
     **Arguments:**

@@ -17,6 +17,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .._support.checks import (
@@ -32,6 +33,7 @@ from .._support.checks import (
 )
 from .._support.compile import NotFinite, filter_jit
 from .._support.options import Clock, ProgressFn, Ticker, check_count, check_positive, maybe
+from .._support.types import AnyArray, Inputs, Numbers
 from ..losses import AbstractLoss
 from ..models._sources import as_source
 from ..operators import AbstractKernelOperator
@@ -67,19 +69,19 @@ class Descent(eqx.Module):
 
 
 def kernel_gradient_descent(
-    model: Any,
-    x: Any,
-    y: Any,
+    model: object,
+    x: Inputs,
+    y: Numbers,
     *,
     loss: AbstractLoss,
     ridge: float,
     rate: float,
     epochs: int,
     momentum: float = 0.0,
-    x_query: Any = None,
-    initial_outputs: Any = None,
-    initial_query_outputs: Any = None,
-    retain: Any = None,
+    x_query: Inputs | None = None,
+    initial_outputs: Numbers | None = None,
+    initial_query_outputs: Numbers | None = None,
+    retain: Numbers | None = None,
     kernel: KernelArgument = None,
     record_every: int | None = None,
     progress: bool | ProgressFn = True,
@@ -254,7 +256,7 @@ def _check_settings(
     )
 
 
-def _sample_weights(retain: Any, targets: Any) -> np.ndarray | None:
+def _sample_weights(retain: Numbers | None, targets: AnyArray) -> np.ndarray | None:
     """Positions or one weight per point, as weights."""
     if retain is None:
         return None
@@ -269,7 +271,7 @@ def _sample_weights(retain: Any, targets: Any) -> np.ndarray | None:
     return np.isin(np.arange(num_points), kept).astype(float)
 
 
-def _initial(name: str, outputs: Any, shape: tuple[int, int], dtype: Any) -> Array:
+def _initial(name: str, outputs: Numbers | None, shape: tuple[int, int], dtype: DTypeLike) -> Array:
     array = as_dtype(name, outputs, dtype)
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(array.shape)}.")

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from .._support.archive import write_archive
-from .._support.records import to_plain
+from .._support.archive import to_plain, write_archive
 from ..dual._model import Reference
 from ..losses import AbstractLoss, Logistic, SoftmaxCrossEntropy, SquaredError
 from ..operators import (

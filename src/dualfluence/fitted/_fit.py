@@ -6,7 +6,7 @@ the steps.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from .._support.checks import check_ridge
 from .._support.compile import NotFinite, double, has_float64
 from .._support.options import Clock, ProgressFn, check_count, check_positive, check_progress, maybe
 from .._support.points import enter_points
+from .._support.types import Inputs, Numbers
 from ..attribution._ridge_path import GRID, make_grid, ridge_path
 from ..dual._course import MAX_STEPS, Goal, check_outcome, fit_goal
 from ..dual._model import Trained, TrainedModel
@@ -42,7 +43,6 @@ from ._options import (
 from ._run import as_given, run, starts_wide, widened_model
 from ._setup import (
     Setup,
-    is_wide,
     make_operator,
     make_preconditioner,
     place_source,
@@ -64,7 +64,7 @@ the difference that leave-one-out outputs are made of is rounding."""
 
 
 def auto_ridge(
-    fit_at: Callable[[float], Trained], untrained: Trained, grid: Any = None
+    fit_at: Callable[[float], Trained], untrained: Trained, grid: Numbers | None = None
 ) -> tuple[Trained, str]:
     """The fit whose ridge has the least leave-one-out loss, and why.
 
@@ -132,13 +132,13 @@ NOT_TRAINED = "not trained yet"
 
 
 def fit(
-    model: Any,
-    x: Any,
-    y: Any,
+    model: object,
+    x: Inputs,
+    y: Numbers,
     *,
     loss: AbstractLoss,
     ridge: float | Literal["auto"],
-    weights: Any = None,
+    weights: Numbers | None = None,
     kernel: KernelArgument = None,
     mesh: Mesh | Sequence[Device] | None = None,
     solver: AbstractDualSolver | Auto | None = None,
@@ -182,7 +182,8 @@ def fit(
     clock = Clock()
     source = place_source("fit", as_source(model, x), mesh, options.operator)
     # The operator of a model in float64 brings its precision along.
-    brought = is_wide(options.operator) and not has_float64()
+    own = options.operator
+    brought = own is not None and own.dtype == jnp.float64 and not has_float64()
     with double(brought):
         source = source.widened(x) if brought and source.can_widen else source
         setup = prepare("fit", source, x, y, loss, given, weights, options, progress)
@@ -207,9 +208,9 @@ def _untrained(
     """The model at `α = 0`, with its preconditioner; `stats` count what that took."""
     data, op, offset, notes = setup
     solver = resolve(how.solver, op).solver
-    preconditioner, sketched = make_preconditioner(source, data.x, op, solver, sketch)
+    preconditioner, products, said = make_preconditioner(source, data.x, op, solver, sketch)
     zero = op.layout.place(np.zeros((data.num_points, offset.shape[1]), offset.dtype))
-    notes += sketched.notes
+    notes += said
     inf = float("inf")
     return Fitted(
         source=source,
@@ -223,7 +224,7 @@ def _untrained(
         kernel_diagonal=op_diagonal(op),
         preconditioner=preconditioner,
         certificate=NO_CERTIFICATE,
-        stats=Stats(0, 0, sketched.products, False, inf, 0.0, "none", NOT_TRAINED, notes),
+        stats=Stats(0, 0, products, False, inf, 0.0, "none", NOT_TRAINED, notes),
         epsilon=rounding_unit(source, op),
         widening=widening(options),
         start_norm=start_norm(source),
@@ -256,8 +257,8 @@ def _train_at_best(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fi
 
 
 def kernel_operator(
-    model: Any,
-    x: Any,
+    model: object,
+    x: Inputs,
     *,
     kernel: KernelArgument = None,
     mesh: Mesh | Sequence[Device] | None = None,

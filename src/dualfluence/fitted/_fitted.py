@@ -21,6 +21,7 @@ from .._support.options import (
     maybe,
 )
 from .._support.show import Shown, Table
+from .._support.types import AnyPath, Inputs, Numbers
 from ..attribution._attribute import attribute, attribute_groups
 from ..attribution._attribution import Attribution, GroupAttribution
 from ..attribution._ridge_path import RidgePath, ridge_path
@@ -33,14 +34,21 @@ from ..problem._certificate import OnFailure
 from ..problem._edits import AbstractEdit, apply_edits
 from ..problem._objective import State
 from ..solvers import AbstractDualSolver, Auto
-from ._drift import check_drift, distance_limit, exceeds, follow, told
-from ._extend import extended
 from ._file import write_record
 from ._options import settings
 from ._purge import purged
 from ._run import run, zero
-from ._show import fitted_table
-from ._update import Update, updated
+from ._setup import extended
+from ._update import (
+    Update,
+    check_drift,
+    distance_limit,
+    exceeds,
+    fitted_table,
+    follow,
+    told,
+    updated,
+)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -197,7 +205,7 @@ class Fitted(Shown, TrainedModel):
         return purged(self)
 
     @in_own_precision
-    def save(self, path: Any, *, include_kernel: bool = False) -> None:
+    def save(self, path: AnyPath, *, include_kernel: bool = False) -> None:
         """Write to one `.npz` file without pickle, atomically; `dualfluence.load` reads it.
 
         The file contains the rows of removed points unless they were purged. It does not contain the
@@ -232,7 +240,7 @@ class Fitted(Shown, TrainedModel):
         )
 
     @in_own_precision
-    def attribute(self, xq: Any, yq: Any = None, **options: Any) -> Attribution:
+    def attribute(self, xq: Inputs, yq: Numbers | None = None, **options: Any) -> Attribution:
         r"""The effect of leaving out each training point on each query.
 
         It takes one Newton step on the training set without each point, in closed form from one
@@ -257,7 +265,7 @@ class Fitted(Shown, TrainedModel):
 
     @in_own_precision
     def attribute_groups(
-        self, groups: Any, xq: Any, yq: Any = None, **options: Any
+        self, groups: Any, xq: Inputs, yq: Numbers | None = None, **options: Any
     ) -> GroupAttribution:
         """The effect of leaving out whole groups (a class, a source) on each query.
 
@@ -272,7 +280,7 @@ class Fitted(Shown, TrainedModel):
         return attribute_groups(self, groups, xq, yq, **options)
 
     @in_own_precision
-    def ridge_path(self, grid: Any = None) -> RidgePath:
+    def ridge_path(self, grid: Numbers | None = None) -> RidgePath:
         """Leave-one-out and generalised cross-validation over a grid of ridges.
 
         It takes one eigendecomposition of `RᵀKR`. It is exact for squared error. For other losses it is

@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import check_finite, check_ridge
 from .._support.compile import double, filter_jit
 from .._support.options import Clock, ProgressFn, check_choice, check_flag, check_instance
 from .._support.points import tree_norm
+from .._support.types import Inputs, Numbers
 from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure, see, warn_if_far
 from ..dual._model import Reference
 from ..dual._newton import inspect_jit, op_diagonal, op_mv
@@ -47,12 +49,12 @@ double where that rounding is all there is."""
 def from_trained(
     model: Any,
     trained_params: PyTree,
-    x: Any,
-    y: Any,
+    x: Inputs,
+    y: Numbers,
     *,
     loss: AbstractLoss,
     ridge: float,
-    weights: Any = None,
+    weights: Numbers | None = None,
     tangent: Literal["initial", "trained"] = "trained",
     linearised: bool = False,
     kernel: KernelArgument = None,
@@ -120,7 +122,7 @@ class _How(NamedTuple):
     """How a network is taken over: the options of `from_trained`, checked."""
 
     ridge: float
-    weights: Any
+    weights: Numbers | None
     tangent: str
     linearised: bool
     options: KernelOptions
@@ -130,7 +132,7 @@ class _How(NamedTuple):
 
 
 def _taken_over(
-    model: Linearized, trained_params: PyTree, x: Any, y: Any, loss: AbstractLoss, how: _How
+    model: Linearized, trained_params: PyTree, x: Inputs, y: Numbers, loss: AbstractLoss, how: _How
 ) -> Fitted:
     """The network as a fit, in the precision of `model`."""
     ridge, tangent, linearised = how.ridge, how.tangent, how.linearised
@@ -177,17 +179,19 @@ def _taken_over(
         proven=proven,
     )
     picked = resolve(Auto(), op)
-    preconditioner, sketched = make_preconditioner(source, data.x, op, picked.solver, how.sketch)
+    preconditioner, products, said = make_preconditioner(
+        source, data.x, op, picked.solver, how.sketch
+    )
     stats = Stats(
         steps=0,
         iterations=0,
-        products=2 + sketched.products,
+        products=2 + products,
         converged=stationary,
         residual=0.0,
         seconds=clock.stop(point),
         solver="none",
         reason="trained by the user",
-        notes=(*notes, *_precision_notes(model, certified, proven), *sketched.notes),
+        notes=(*notes, *_precision_notes(model, certified, proven), *said),
     )
     fitted = Fitted(
         source=source,
@@ -215,14 +219,14 @@ def _precision_notes(model: Linearized, certified: bool, proven: bool) -> tuple[
     return (*notes, FOUND_LINEAR) if certified and not proven else notes
 
 
-def _check_trained(model: Any, trained_params: PyTree, tangent: Any) -> None:
+def _check_trained(model: Any, trained_params: PyTree, tangent: object) -> None:
     example = "made by linearize; a kernel has no parameters"
     check_instance("from_trained: model", model, Linearized, example)
     check_params("from_trained: trained_params", model, trained_params)
     check_choice("from_trained: tangent", tangent, ("initial", "trained"))
 
 
-def _check_ridge_in_reach(ridge: float, dtype: Any, distance: float) -> None:
+def _check_ridge_in_reach(ridge: float, dtype: DTypeLike, distance: float) -> None:
     """`α = −g/λ` and the norms made of it must be numbers, and `λ` one in the model's dtype."""
     if ridge < float(jnp.finfo(dtype).tiny) or not np.isfinite(distance):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -10,12 +11,12 @@ import numpy as np
 from jax.lax import Precision
 from jaxtyping import PyTree
 
-from .._support.archive import Damaged, checking, read_archive
+from .._support.archive import Damaged, checking, from_plain, read_archive
 from .._support.checks import check_finite, check_ridge
 from .._support.compile import double, narrowed
 from .._support.options import ProgressFn, check_loss, check_path, check_progress, maybe
 from .._support.points import Form
-from .._support.records import from_plain
+from .._support.types import AnyPath, Inputs
 from ..dual._fidelity import Fidelity
 from ..dual._model import Reference
 from ..kernels._affine import is_affine
@@ -81,8 +82,8 @@ class Content(NamedTuple):
 
 
 def load(
-    path: Any,
-    model: Any,
+    path: AnyPath,
+    model: object,
     *,
     loss: AbstractLoss | None = None,
     kernel: AbstractKernelOperator | None = None,
@@ -122,8 +123,8 @@ def load(
 
 
 def _restored(
-    path: Any,
-    model: Any,
+    path: Path,
+    model: object,
     content: Content,
     loss: AbstractLoss | None,
     kernel: AbstractKernelOperator | None,
@@ -176,7 +177,7 @@ def _restored(
     return computed_again(fitted, initial, slack)
 
 
-def _source(model: Any, content: Content) -> AbstractSource:
+def _source(model: object, content: Content) -> AbstractSource:
     """The model as it was fitted: on rows that unpack, where features were a tree of arrays."""
     if content.form is None:
         return as_source(model, content.arrays["x"])
@@ -410,7 +411,7 @@ def _operator(
     return widen(op) if how.refined and op.dtype != arrays["alpha"].dtype else op
 
 
-def _check_entries(source: AbstractSource, x: Any, content: Content) -> None:
+def _check_entries(source: AbstractSource, x: Inputs, content: Content) -> None:
     """The kernel's diagonal, and its entries if they are stored, must be the model's at a few points."""
     (n, c), arrays = content.shape, content.arrays
     where = _some(np.arange(n))

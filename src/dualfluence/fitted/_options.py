@@ -1,7 +1,7 @@
 """First stage: the options of a call, checked. How to store `K`, its sketch, and how to run."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jaxtyping import PRNGKeyArray
@@ -87,7 +87,7 @@ KernelArgument = KernelOptions | AbstractKernelOperator | str | None
 """The values of `kernel=`: options, an operator, the name of a form, or nothing."""
 
 
-def check_operator(name: str, op: Any) -> None:
+def check_operator(name: str, op: object) -> None:
     """Raise unless `op` is an operator."""
     example = (
         "an operator, from kernel_operator(...) or store.operator() (a low-rank model goes in place "
@@ -96,7 +96,7 @@ def check_operator(name: str, op: Any) -> None:
     check_instance(name, op, AbstractKernelOperator, example)
 
 
-def kernel_options(what: str, kernel: Any) -> KernelOptions:
+def kernel_options(what: str, kernel: KernelArgument) -> KernelOptions:
     """The options that `kernel=` stands for."""
     if kernel is None:
         return KernelOptions()
@@ -134,7 +134,7 @@ class Sketch:
 DEFAULT = Sketch()
 
 
-def as_sketch(what: str, sketch: Any) -> Sketch:
+def as_sketch(what: str, sketch: Sketch | None) -> Sketch:
     """The sketch that was asked for, or the default."""
     maybe(check_instance, f"{what}: sketch", sketch, kinds=Sketch, example="a Sketch(rank, key)")
     return DEFAULT if sketch is None else sketch
@@ -160,7 +160,13 @@ class Settings(NamedTuple):
     progress: bool | ProgressFn
 
 
-def settings(what: str, solver: Any, rtol: Any, on_failure: Any, progress: Any) -> Settings:
+def settings(
+    what: str,
+    solver: AbstractDualSolver | Auto | None,
+    rtol: float | None,
+    on_failure: OnFailure,
+    progress: bool | ProgressFn,
+) -> Settings:
     """Checked settings, `Auto` where no solver was given."""
     check_solver(what, solver, (AbstractDualSolver, Auto))
     check_fraction(f"{what}: rtol", rtol)
@@ -169,7 +175,7 @@ def settings(what: str, solver: Any, rtol: Any, on_failure: Any, progress: Any) 
     return Settings(what, solver or AUTO, rtol, on_failure, progress)
 
 
-def is_auto(ridge: Any) -> bool:
+def is_auto(ridge: object) -> bool:
     """Whether the ridge is to be found; any other word is an error."""
     if isinstance(ridge, str) and ridge != "auto":
         raise ValueError(f"ridge: λ must be a positive number or 'auto', got {ridge!r}.")

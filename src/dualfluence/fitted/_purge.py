@@ -40,7 +40,7 @@ def purged(model: Trained) -> Trained:
         reference = replace(reference, params=model._entered_params(), alpha=alpha)
     if pre.sketch is not None:
         again = Sketch(pre.sketch.shape[2])
-        pre, _ = make_preconditioner(source, data.x, op, CG(), again)
+        pre, _, _ = make_preconditioner(source, data.x, op, CG(), again)
     return replace(
         model,
         source=source,
@@ -85,7 +85,9 @@ def purged_operator(op: AbstractKernelOperator, x: Array, rows: np.ndarray) -> A
         ) from error
 
 
-def check_settled(alpha: Float[Array, "n c"], diagonal: Float[Array, "n c"], gone: Any) -> None:
+def check_settled(
+    alpha: Float[Array, "n c"], diagonal: Float[Array, "n c"], gone: np.ndarray
+) -> None:
     """Raise unless the model no longer moves with the removed points: their `α` is rounding."""
     share = jnp.maximum(diagonal, 0) * alpha**2
     part = float(jnp.sqrt(jnp.sum(share[gone]) / jnp.maximum(jnp.sum(share), 1e-300)))

@@ -15,6 +15,7 @@ from .._support.compile import NotFinite, double, widened
 from .._support.memory import memory_budget
 from .._support.options import Clock
 from .._support.points import enter_points
+from .._support.types import Inputs, Numbers
 from ..dual._course import Ending, Goal, check_outcome, default_rtol
 from ..dual._fidelity import still_linear
 from ..dual._model import Reference, Trained, TrainedModel
@@ -68,7 +69,7 @@ def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
     return _is_cheap(model) and large
 
 
-def as_given(model: Trained, kernel: Any, x: Any, y: Any) -> Trained:
+def as_given(model: Trained, kernel: object, x: Inputs, y: Numbers) -> Trained:
     """The model with points, targets and kernel in the digits that the caller gave: NumPy's have 64 bits."""
     data, source = model.data, model.source
     with double():

@@ -1,13 +1,16 @@
-"""Second stage: what a fit needs before its first step. Checked data, `K`, base outputs, preconditioner."""
+"""Second stage: what a fit needs before its first step. Checked data, `K`, base outputs, preconditioner;
+for an edit, rows for the points that it adds."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._plan import DEFAULT_RANK, check_fits
@@ -22,8 +25,9 @@ from .._support.compile import HIGHEST
 from .._support.memory import memory_budget
 from .._support.options import ProgressFn, check_loss, check_progress
 from .._support.points import enter_points
+from .._support.types import AnyArray, Inputs, Numbers
 from ..dual._fidelity import random_like
-from ..dual._model import Widening
+from ..dual._model import Trained, Widening
 from ..dual._newton import op_diagonal, op_mv
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
@@ -32,8 +36,8 @@ from ..models._passes import check_network
 from ..models._sharded import ShardedSource
 from ..models._sources import AbstractSource
 from ..operators import AbstractKernelOperator, widen
-from ..operators._base import Device, as_mesh
-from ..problem._objective import TrainingSet
+from ..operators._base import Device, as_mesh, rows_for
+from ..problem._objective import State, TrainingSet
 from ..solvers import (
     CG,
     AbstractDualSolver,
@@ -67,11 +71,11 @@ class Setup(NamedTuple):
 def prepare(
     what: str,
     source: AbstractSource,
-    x: Any,
-    y: Any,
+    x: Inputs,
+    y: Numbers,
     loss: AbstractLoss,
     ridge: float | None,
-    weights: Any,
+    weights: Numbers | None,
     kernel: KernelOptions,
     progress: bool | ProgressFn,
 ) -> Setup:
@@ -119,7 +123,7 @@ def make_operator(
     x: Array,
     num_outputs: int,
     kernel: KernelOptions,
-    dtype: Any,
+    dtype: DTypeLike,
     progress: bool | ProgressFn,
 ) -> tuple[AbstractKernelOperator, tuple[str, ...]]:
     """`K` as the options say, checked, and words about it."""
@@ -148,11 +152,6 @@ def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
     return exact or op.follows_points
 
 
-def is_wide(op: AbstractKernelOperator | None) -> bool:
-    """Whether an operator that was handed in multiplies in float64."""
-    return op is not None and op.dtype == jnp.float64
-
-
 def widening(options: KernelOptions) -> Widening:
     """What becomes of `K` where float32 is not enough, from what the caller said of `K`."""
     if options.refine is not None:
@@ -165,7 +164,7 @@ def start_norm(source: AbstractSource) -> float:
     return 0.0 if source.network is None else float(source.network.size)
 
 
-def enter_features(what: str, source: AbstractSource, x: Any, targets: Any) -> Array:
+def enter_features(what: str, source: AbstractSource, x: Inputs, targets: AnyArray) -> Array:
     """Training features; without them, the positions of a precomputed kernel."""
     if x is not None:
         return enter_points("x", x, source.form)
@@ -183,7 +182,7 @@ def enter_features(what: str, source: AbstractSource, x: Any, targets: Any) -> A
 
 
 def _check_values(
-    what: str, loss: AbstractLoss, num_outputs: int, targets: Array, dtype: Any
+    what: str, loss: AbstractLoss, num_outputs: int, targets: Array, dtype: DTypeLike
 ) -> None:
     """Raise unless the loss gives one real number per point."""
     n = targets.shape[0]
@@ -277,7 +276,7 @@ def place_source(
 
 
 def choose_form(
-    source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: Any
+    source: AbstractSource, form: str, num_points: int, num_outputs: int, dtype: DTypeLike
 ) -> tuple[str, tuple[str, ...]]:
     if source.has_features:
         return form, ()
@@ -317,22 +316,15 @@ def _check_linear(what: str, model: Linearized, x: Array) -> None:
         )
 
 
-class Sketched(NamedTuple):
-    """What a preconditioner cost: products with `K`, and words."""
-
-    products: int = 0
-    notes: tuple[str, ...] = ()
-
-
 def make_preconditioner(
     source: AbstractSource,
     x: Array,
     op: AbstractKernelOperator,
     solver: AbstractDualSolver,
     sketch: Sketch,
-) -> tuple[AbstractPreconditioner, Sketched]:
+) -> tuple[AbstractPreconditioner, int, tuple[str, ...]]:
     """A sketch of `K` for CG: two passes over the entries if `K` has any, otherwise columns at
-    landmarks."""
+    landmarks. With the products that it took, and notes."""
     op, rank = op.narrow, sketch.rank
     solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs
@@ -341,7 +333,7 @@ def make_preconditioner(
         dear = op.follows_points and on_devices
         rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not dear else 0
     if rank == 0:
-        return NoPreconditioner(), Sketched()
+        return NoPreconditioner(), 0, ()
     if rank > size:
         raise ValueError(f"sketch: rank must be in [0, n·c] = [0, {size}], got {rank}.")
     key = jax.random.key(0) if sketch.key is None else sketch.key
@@ -349,7 +341,47 @@ def make_preconditioner(
         # A block product costs as much as `rank` products here; landmark columns are entries.
         features = nystrom(source, x, rank, op.num_outputs, key).features(x)
         note = f"preconditioner: {features.shape[2]} columns of K at landmarks"
-        return SpectralPreconditioner(features), Sketched(0, (note,))
+        return SpectralPreconditioner(features), 0, (note,)
     note = f"preconditioner: rank {rank} from {POWER_STEPS + 1} block products with K"
     made = spectral_preconditioner(op, rank, key, POWER_STEPS)
-    return made, Sketched(POWER_STEPS + 1, (note,))
+    return made, POWER_STEPS + 1, (note,)
+
+
+def extended(model: Trained, data: TrainingSet, progress: bool | ProgressFn) -> Trained:
+    """`model` with rows for the points that `data` appends: `α = 0`, weight 0 before the edit.
+
+    New points go into spare rows; where there are none, the kernel grows by more than it needs.
+    A mesh gets a border instead.
+    """
+    old, new = model.data.num_points, data.num_points
+    if old == new:
+        return model
+    x, targets = np.asarray(data.x), np.asarray(data.targets)
+    x_new = jax.device_put(x[old:])
+    on_mesh = model.layout.sharding is not None
+    rows = new if on_mesh else rows_for(new, model.kernel_op.num_points)
+    spare = np.repeat(x[-1:], rows - new, axis=0)
+    all_x = jax.device_put(np.concatenate([x, spare]))
+    op = model.source.extend(model.kernel_op, all_x, old, new, progress)
+    layout = op.layout.holding(new)
+    alpha = layout.grow(model.state.alpha, op.num_points)
+    state = State(alpha, op_mv(op, alpha))
+    k_alpha = jax.device_put(np.asarray(layout.points(state.k_alpha))[old:])
+    # `f − Kα`: the base outputs, or the trained network's less its dual part.
+    offset = np.concatenate([model.layout.points(model.offset), model.predict(x_new) - k_alpha])
+    before = TrainingSet(
+        data.x,
+        jax.device_put(np.concatenate([model.data.targets, targets[old:]])),
+        np.pad(model.data.sample_weights, (0, new - old)),
+        model.data.purged,
+        data.form,
+    )
+    return replace(
+        model,
+        data=before,
+        kernel_op=op,
+        state=state,
+        offset=layout.place(offset, "last"),
+        kernel_diagonal=op_diagonal(op),
+        preconditioner=model.preconditioner.on_rows(lambda L: layout.grow(L, op.num_points)),
+    )

@@ -1,22 +1,145 @@
-"""A model after an edit of its training set: what changed, and further edits."""
+"""A model after an edit of its training set: what changed, further edits, and how far many may have drifted.
 
+One step leaves an error that is quadratic in the change. A later step starts from there, so a chain of
+small edits mostly heals itself, and a chain of large ones does not. The certificate of the last
+answer bounds the whole chain, because it is about the edited objective and not about the step.
+"""
+
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.checks import OVERFLOW, check_finite
 from .._support.compile import in_own_precision
-from .._support.options import check_flag
-from .._support.show import Shown, Table
-from ..dual._model import DualModel, Trained
+from .._support.options import check_flag, check_positive, maybe
+from .._support.show import Shown, Table, count
+from .._support.types import Inputs, Numbers
+from ..dual._model import DualModel, Trained, TrainedModel
+from ..models._sources import AbstractSource
 from ..operators._base import Layout
 from ..problem._certificate import Certificate, Stats
 from ..problem._edits import AbstractEdit, targets_like
 from ..problem._objective import State
-from ._show import update_table
+
+
+def fitted_table(fitted: TrainedModel) -> Table:
+    """One screen about a model."""
+    ref = fitted.reference
+    claimed = " (gap and linearity claimed by the file)" if ref is not None and ref.claimed else ""
+    rows = [*_rows(fitted, fitted), ("certificate", fitted.certificate.summary() + claimed)]
+    if fitted.fidelity is not None:
+        f = fitted.fidelity
+        text = f"‖∇L‖ {f.gradient_norm:.2g}, gaps {f.parameter_gap:.2g} (θ), {f.output_gap:.2g} (f)"
+        rows.append(("fidelity", text))
+    return "Fitted", rows
+
+
+def update_table(update: Any) -> Table:
+    """One screen about a model after an edit."""
+    delta = np.asarray(update.delta_alpha)
+    moved = int((delta != 0).any(axis=1).sum())
+    rows = _rows(update, update.before)
+    rows.append(("change", f"dual variables of {count(moved, 'point')} moved"))
+    rows.append(("certificate", update.certificate.summary()))
+    return "Update", rows
+
+
+def _rows(model: Any, base: TrainedModel) -> list[tuple[str, str]]:
+    data = model.data
+    used, shape = int((data.sample_weights > 0).sum()), _point(data)
+    removed = data.num_points - used
+    gone = f", {removed:,} more of weight zero" if removed else ""
+    return [
+        ("points", f"{used:,} of shape {shape}{gone}"),
+        ("outputs", f"{base.num_outputs:,}"),
+        ("model", _model(base.source)),
+        ("loss", f"{type(base.loss).__name__}, ridge {base.ridge:.3g}"),
+        ("kernel", f"{type(base.kernel_op).__name__}, {base.offset.dtype}"),
+        ("solver", f"{model.stats.solver} ({model.stats.reason})"),
+        ("run", model.stats.summary()),
+    ]
+
+
+def _point(data: Any) -> str:
+    if data.form is None:
+        return str(tuple(data.x.shape[1:]))
+    return ", ".join(f"{shape} {dtype}" for shape, dtype in data.form.leaves)
+
+
+def _model(source: AbstractSource) -> str:
+    if source.network is None:
+        return "kernel without parameters"
+    return f"network with {count(source.network.num_params, 'parameter')}"
+
+
+NOTABLE = 1e-2
+"""Relative bound above which a note reports the drift of a chain of edits."""
+
+
+class Chain(NamedTuple):
+    """Edits in a row since the last answer that met a tolerance, and a note if they drifted."""
+
+    edits: int
+    notes: tuple[str, ...]
+
+
+def check_drift(drift: Any) -> None:
+    """Raise unless `drift` is `None` or a positive relative distance."""
+    what = "share of ‖θ − θ₀‖, such as 0.01"
+    try:
+        maybe(check_positive, "edit: drift", drift, what=what)
+    except TypeError as error:
+        raise ValueError(f"edit: drift must be a positive {what}, got {drift!r}.") from error
+
+
+def exceeds(certificate: Certificate, drift: float | None) -> bool:
+    """Whether an answer may be farther from retraining than `drift` allows; also if nobody knows."""
+    return drift is not None and not certificate.relative_bound <= drift
+
+
+def follow(before: Stats, certificate: Certificate, *, met: bool) -> Chain:
+    """The chain that an edit continues, or ends if it met `until` or `drift`.
+
+    **Arguments:**
+
+    - `before`: stats of the model that was edited.
+    - `certificate`: of the answer.
+    - `met`: whether a tolerance on the distance was asked for and met.
+    """
+    if met:
+        return Chain(0, ())
+    edits = before.edits + 1
+    bound = certificate.relative_bound
+    if edits == 1 or not certificate.certified or not bound > NOTABLE:
+        return Chain(edits, ())
+    note = (
+        f"after {edits} edits in a row the certified distance is {100 * bound:.2g} % of ‖θ − "
+        "θ₀‖; edit(..., drift=0.01) takes further steps if it exceeds 1 %"
+    )
+    return Chain(edits, (note,))
+
+
+def told(stats: Stats, chain: Chain) -> Stats:
+    """`stats` with the chain's length and note."""
+    return stats._replace(edits=chain.edits, notes=(*stats.notes, *chain.notes))
+
+
+def distance_limit(certificate: Certificate, drift: float) -> float:
+    """`drift` as a distance to go on `until`.
+
+    `‖θ − θ₀‖` moves a little in the steps to come: a tenth is kept in hand for that.
+    """
+    if not certificate.certified:
+        raise ValueError(
+            "edit: drift limits a certified distance, but a network that is not linear in its "
+            "parameters has no certificate. Use steps=... to iterate on its linearisation."
+        )
+    return 0.9 * drift * max(certificate.parameter_norm - certificate.gap, sys.float_info.min)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,7 +175,7 @@ class Update(Shown, DualModel, Generic[Trained]):
         return self.layout.points(self.before.offset + self.state.k_alpha)
 
     @in_own_precision
-    def delta_outputs(self, xq: Any, *, linearised: bool = True) -> Float[Array, "q c"]:
+    def delta_outputs(self, xq: Inputs, *, linearised: bool = True) -> Float[Array, "q c"]:
         """`f_after − f_before` at queries: `K_qn Δα` (paper, eq. 8), or the difference of the networks'
         outputs."""
         xq = self.data.queries(xq)
@@ -65,8 +188,8 @@ class Update(Shown, DualModel, Generic[Trained]):
     @in_own_precision
     def delta_loss(
         self,
-        xq: Any,
-        targets: Any,
+        xq: Inputs,
+        targets: Numbers,
         *,
         first_order: bool = False,
         include_ridge: bool = False,

@@ -11,8 +11,7 @@ from jaxtyping import Array
 
 from .._support.compile import HIGHEST, jit
 from .._support.points import count_points
-from ._apart import Apart
-from ._jacobian import push
+from ._apart import Apart, push
 from ._params import Split, opened, split_params
 from ._prepare import as_inputs, check_outputs
 from ._recipe import precision_name

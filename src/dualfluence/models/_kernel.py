@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from jaxtyping import Array
 
 from .._support.options import ProgressFn
+from .._support.types import Inputs
 
 
 class Kernel(Protocol):
@@ -15,7 +16,7 @@ class Kernel(Protocol):
     It must be symmetric, `k(x1, x2) = k(x2, x1)ᵀ`, and positive semidefinite, which `fit` checks.
     """
 
-    def kernel(self, x1: Any, x2: Any, /) -> Array:
+    def kernel(self, x1: Inputs, x2: Inputs, /) -> Array:
         """`K(x1, x2)` for two batches of points, `(n1, n2)` or `(n1, c, n2, c)`.
 
         `(n1, n2)` means that every output has this kernel and that outputs do not interact.
@@ -30,7 +31,7 @@ class SymmetricKernel(Protocol):
     """
 
     def kernel(
-        self, x1: Any, x2: Any | None = None, /, *, progress: bool | ProgressFn = True
+        self, x1: Inputs, x2: Inputs | None = None, /, *, progress: bool | ProgressFn = True
     ) -> Array:
         """`K(x1, x2)`, or `K(x1, x1)` for `x2 = None`; shapes as in `Kernel`."""
         ...

@@ -2,7 +2,6 @@ r"""Kernels of low rank, `K ≈ ΦΦᵀ`: random features of the gradient, and N
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray, PyTree, Shaped
 from .._support.compile import HIGHEST, filter_jit, jit
 from .._support.options import ProgressFn, check_choice, check_count, check_key, maybe
 from .._support.points import enter_points
+from .._support.types import Inputs
 from ..kernels._linearized import Linearized
 from ..operators import AbstractKernelOperator, LowRankOperator
 from ._passes import check_network, pull_back
@@ -43,7 +43,7 @@ class AbstractLowRankSource(AbstractSource):
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"] | None:
         return self.base.base_outputs(x, num_outputs)
 
-    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+    def block(self, x1: Inputs, x2: Inputs | None, progress: bool | ProgressFn) -> Array:
         left = self.features(jnp.asarray(x1))
         right = left if x2 is None else self.features(jnp.asarray(x2))
         return jnp.einsum("iar,jbr->iajb", left, right, precision=HIGHEST)
@@ -120,8 +120,8 @@ class NystromSource(AbstractLowRankSource):
 
 
 def low_rank(
-    model: Any,
-    x: Any,
+    model: object,
+    x: Inputs,
     rank: int,
     *,
     method: str = "nystrom",

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.compile import filter_jit
 from .._support.options import ProgressFn
 from .._support.shards import EVERY, ROWS
+from .._support.types import Inputs
 from ..kernels._linearized import Linearized
 from ..operators import (
     AbstractKernelOperator,
@@ -23,8 +23,7 @@ from ..operators import (
     ShardedMatrixFreeOperator,
     ShardedOperator,
 )
-from ..operators._base import AXIS, Device, Layout, map_shards, on_mesh
-from ..operators._devices import from_parts, on_each_device
+from ..operators._base import AXIS, Device, Layout, from_parts, map_shards, on_each_device, on_mesh
 from ._sources import AbstractSource, flatten_block
 
 
@@ -173,7 +172,7 @@ def _network_pull_back(model: Linearized, layout: Layout, x: Array, v: Array) ->
 
 @filter_jit
 def _network_cross_mv(
-    model: Linearized, layout: Layout, xq: Any, x: Array, v: Array
+    model: Linearized, layout: Layout, xq: Inputs, x: Array, v: Array
 ) -> Float[Array, "q c"]:
     move = model.jvp(jnp.asarray(xq), _network_pull_back(model, layout, x, v))
     return jax.lax.with_sharding_constraint(move, layout.replicated)

@@ -16,6 +16,7 @@ from .._support.checks import as_jax, check_finite, check_range
 from .._support.compile import jit, widened
 from .._support.options import ProgressFn
 from .._support.points import Form, common_dtype, count_points, form_of
+from .._support.types import Inputs
 from ..kernels._linearized import Linearized, as_network
 from ..operators import (
     AbstractKernelOperator,
@@ -75,11 +76,11 @@ class AbstractSource(eqx.Module):
         """Notes of the network for `stats.notes`."""
         return () if self.network is None else self.network.notes
 
-    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+    def block(self, x1: Inputs, x2: Inputs | None, progress: bool | ProgressFn) -> Array:
         """`K(x1, x2)`, of shape `(n1, n2)` or `(n1, c, n2, c)`."""
         self._lacks("block", "It has no kernel entries; fit the network or the kernel itself.")
 
-    def along(self, x1: Any, v: Float[Array, "n1 c"], x2: Any) -> Float[Array, "n1 n2 c"]:
+    def along(self, x1: Inputs, v: Float[Array, "n1 c"], x2: Inputs) -> Float[Array, "n1 n2 c"]:
         """`v_iᵀ K(x1_i, x2)`: the kernel along one direction of outputs for each point of `x1`."""
         return fold_block(self.block(x1, x2, False), v)
 
@@ -198,10 +199,10 @@ class NetworkSource(AbstractSource):
     ) -> PyTree:
         return moved_params(self.model, params, x, v, since)
 
-    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+    def block(self, x1: Inputs, x2: Inputs | None, progress: bool | ProgressFn) -> Array:
         return self.model.kernel(x1, x2, progress=progress)
 
-    def along(self, x1: Any, v: Float[Array, "n1 c"], x2: Any) -> Float[Array, "n1 n2 c"]:
+    def along(self, x1: Inputs, v: Float[Array, "n1 c"], x2: Inputs) -> Float[Array, "n1 n2 c"]:
         return self.model.kernel_along(x1, v, x2)
 
     def base_outputs(self, x: Array, num_outputs: int | None) -> Float[Array, "n c"]:
@@ -278,7 +279,7 @@ class KernelSource(AbstractSource):
         pool = getattr(self.kernel, "__self__", None)
         return pool.matrix.shape[0] if isinstance(pool, PrecomputedKernel) else None
 
-    def block(self, x1: Any, x2: Any | None, progress: bool | ProgressFn) -> Array:
+    def block(self, x1: Inputs, x2: Inputs | None, progress: bool | ProgressFn) -> Array:
         if self.takes_none:
             return self.kernel(x1, x2, progress=progress)
         return jnp.asarray(self.kernel(x1, x1 if x2 is None else x2))
@@ -327,7 +328,7 @@ class WideKernel(eqx.Module):
 
     fn: Any
 
-    def __call__(self, x1: Any, x2: Any, **options: Any) -> Array:
+    def __call__(self, x1: Inputs, x2: Inputs, **options: Any) -> Array:
         with jax.numpy_dtype_promotion("standard"):
             return self.fn(widened(x1), widened(x2), **options)
 
@@ -337,7 +338,7 @@ class GivenKernel(eqx.Module):
 
     fn: Any
 
-    def __call__(self, x1: Any, x2: Any) -> Array:
+    def __call__(self, x1: Inputs, x2: Inputs) -> Array:
         try:
             value = self.fn(x1, x2)
         except Exception as error:
@@ -391,7 +392,7 @@ class PrecomputedKernel(eqx.Module):
         if self.matrix.size == 0:
             raise ValueError("kernel: expected at least one point, got none.")
 
-    def kernel(self, x1: Any, x2: Any) -> Array:
+    def kernel(self, x1: Inputs, x2: Inputs) -> Array:
         rows, cols = as_jax("x", x1), as_jax("x", x2)
         half = self.matrix.ndim // 2
         for index in (rows, cols):
@@ -414,7 +415,7 @@ class PrecomputedKernel(eqx.Module):
         return PrecomputedKernel(self.kernel(positions, positions))
 
 
-def as_source(model: Any, x: Any = None) -> AbstractSource:
+def as_source(model: Any, x: Inputs | None = None) -> AbstractSource:
     """Wrap the user's model: `Linearized`, `.kernel(x1, x2)`, a function, or a matrix.
 
     With points `x`, a network is bound to the present values of the variables it closes over.
@@ -448,7 +449,7 @@ def as_source(model: Any, x: Any = None) -> AbstractSource:
     )
 
 
-def bound_network(model: Linearized, x: Any) -> Linearized:
+def bound_network(model: Linearized, x: Inputs) -> Linearized:
     """The network in the scale of its ridge, bound, and reading packed rows if `x` is a tree of arrays."""
     form = form_of("x", x)
     return model.reading(form).bound(x if form is None else form.struct(count_points(x)))

@@ -7,19 +7,23 @@ alternative. A `Layout` says which rows are points and which padding, and on whi
 
 import abc
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from .._support.options import ProgressFn
 from .._support.shards import AXIS as AXIS
 from .._support.shards import on_shards
+from .._support.types import AnyArray, Inputs
 from ._checks import check_by_products
 
 MIN_SPARE, MAX_SPARE = 32, 256
@@ -114,7 +118,7 @@ class Layout:
         host = host.astype(jax.dtypes.canonicalize_dtype(host.dtype), copy=False)
         return jax.make_array_from_callback(host.shape, self.sharding, lambda index: host[index])
 
-    def scalar(self, value: float, dtype: Any) -> Array:
+    def scalar(self, value: float, dtype: DTypeLike) -> Array:
         """A number on every device."""
         if self.replicated is None:
             return jnp.asarray(value, dtype)
@@ -219,7 +223,7 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Dtype of `K`."""
 
     @abc.abstractmethod
@@ -281,7 +285,7 @@ class AbstractKernelOperator(eqx.Module):
         return self
 
     @property
-    def solve_dtype(self) -> Any:
+    def solve_dtype(self) -> np.dtype:
         """Dtype of linear solves with `K`; narrower than `dtype` if solves are refined."""
         return self.narrow.dtype
 
@@ -307,7 +311,7 @@ class AbstractKernelOperator(eqx.Module):
         """`K` (or `Σ`, if Kronecker) as the stored array; see `has_entries`."""
         self._lacks("entries", "Use mv, or dense(), which may compute the entries.")
 
-    def take(self, rows: Any) -> "AbstractKernelOperator":
+    def take(self, rows: AnyArray) -> "AbstractKernelOperator":
         """`K` between the points at `rows`, which may repeat, in the same structure: a copy."""
         self._lacks("take", "Fit again on these points.")
 
@@ -325,14 +329,14 @@ class AbstractKernelOperator(eqx.Module):
         """The same `K` with its rows on the devices of `layout`."""
         self._lacks("spread", "Fit again with mesh=..., which computes every row on its device.")
 
-    def at_points(self, x: Any, layout: Layout) -> "AbstractKernelOperator":
+    def at_points(self, x: Inputs, layout: Layout) -> "AbstractKernelOperator":
         """The same kernel function at other points, one for each row of `layout`."""
         self._lacks(
             "at_points",
             ("It has stored numbers and no network to compute others. Fit again at these points."),
         )
 
-    def with_columns(self, columns: Any, start: int, stop: int) -> "AbstractKernelOperator":
+    def with_columns(self, columns: Array, start: int, stop: int) -> "AbstractKernelOperator":
         """`K` after the points `start:stop` are written into spare rows; spare rows may remain after them.
 
         `columns` is the kernel of all rows, spare ones included, with those points: `(rows, m)` or
@@ -395,8 +399,41 @@ class AbstractWrapper(AbstractKernelOperator):
         return self.op.num_bytes
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.op.dtype
 
     def check(self) -> str:
         return self.op.check()
+
+
+T = TypeVar("T")
+
+
+def on_each_device(
+    fn: Callable[[Device, slice, Any], T],
+    layout: Layout,
+    progress: bool | ProgressFn = False,
+) -> list[T]:
+    """`fn(device, rows, progress)` for this process's devices, in parallel; the first one reports."""
+    index_map = rows_on(layout).addressable_devices_indices_map((layout.num_rows,))
+    work = [(device, index[0]) for device, index in index_map.items() if index is not None]
+
+    def run(job: tuple[int, tuple[Device, slice]]) -> T:
+        place, (device, index) = job
+        with jax.default_device(device):
+            made = fn(device, index, progress if place == 0 else False)
+        return jax.device_put(made, device)
+
+    with ThreadPoolExecutor(max_workers=len(work)) as pool:
+        return list(pool.map(run, enumerate(work)))
+
+
+def from_parts(parts: list[Array], layout: Layout, shape: tuple[int, ...]) -> Array:
+    """One array whose rows are on the devices that made them."""
+    return jax.make_array_from_single_device_arrays(shape, rows_on(layout), parts)
+
+
+def rows_on(layout: Layout) -> NamedSharding:
+    """The devices of a layout on a mesh."""
+    assert layout.sharding is not None
+    return layout.sharding

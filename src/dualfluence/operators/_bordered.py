@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import HIGHEST, jit
-from ._base import AbstractKernelOperator, Layout
+from ._base import AbstractKernelOperator, AbstractWrapper, Layout
 from ._dense import DenseOperator, KroneckerOperator
 
 
-class BorderedOperator(AbstractKernelOperator):
+class BorderedOperator(AbstractWrapper):
     """`[[K, C], [Cᵀ, D]]`: `K` stays unchanged and in its place; only the border is new.
 
     `C` is `(n·c, m·c)`, or `(n, m)` when `K` and `D` are Kronecker.
@@ -29,24 +29,13 @@ class BorderedOperator(AbstractKernelOperator):
         return Layout((*old.blocks, *new.blocks), old.sharding)
 
     @property
-    def in_memory(self) -> bool:
-        return self.op.in_memory
-
-    @property
-    def is_kronecker(self) -> bool:
-        return self.op.is_kronecker
-
-    @property
-    def product_precision(self) -> jax.lax.Precision | None:
-        return self.op.product_precision
+    def rank(self) -> None:
+        """None, whatever `K` has: a border has entries."""
+        return None
 
     @property
     def grows(self) -> bool:
         return True
-
-    @property
-    def num_outputs(self) -> int:
-        return self.op.num_outputs
 
     @property
     def num_points(self) -> int:
@@ -56,10 +45,6 @@ class BorderedOperator(AbstractKernelOperator):
     def num_bytes(self) -> int:
         border = self.cross.size * self.cross.dtype.itemsize
         return self.op.num_bytes + border + self.corner.num_bytes
-
-    @property
-    def dtype(self) -> Any:
-        return self.op.dtype
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         n = self.op.num_points

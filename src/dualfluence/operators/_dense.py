@@ -12,9 +12,9 @@ from jaxtyping import Array, Float, Int
 
 from .._support.compile import HIGHEST, jit
 from .._support.memory import panel_rows
-from ._base import AbstractKernelOperator, Device, Layout
+from .._support.types import AnyArray
+from ._base import AbstractKernelOperator, Device, Layout, from_parts, on_each_device
 from ._checks import check_entries
-from ._devices import from_parts, on_each_device
 from ._mixed import wide_product
 from ._sharded import ShardedOperator
 
@@ -49,7 +49,7 @@ class AbstractMatrixOperator(AbstractKernelOperator):
         return self.matrix.size * self.matrix.dtype.itemsize
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.matrix.dtype
 
     @property
@@ -77,7 +77,7 @@ class AbstractMatrixOperator(AbstractKernelOperator):
     def entries(self) -> Float[Array, "m m"]:
         return self.matrix
 
-    def take(self, rows: Any) -> "AbstractMatrixOperator":
+    def take(self, rows: AnyArray) -> "AbstractMatrixOperator":
         """A copy; besides the copy only a panel of rows takes memory."""
         return replace(self, matrix=_take(self.matrix, self._rows_of(rows).reshape(-1)))
 
@@ -178,7 +178,7 @@ def _write(
     return jax.lax.dynamic_update_slice(grown, columns.T, (start, jnp.zeros_like(start)))
 
 
-def _take(K: Float[Array, "m m"], rows: Any) -> Float[Array, "k k"]:
+def _take(K: Float[Array, "m m"], rows: AnyArray) -> Float[Array, "k k"]:
     rows = jnp.asarray(rows)
     size = rows.shape[0]
     panel = panel_rows(size, K.shape[1] * K.dtype.itemsize)

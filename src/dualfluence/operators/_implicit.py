@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from .._support.compile import HIGHEST, jit
+from .._support.types import AnyArray, Inputs
 from ..kernels._linearized import Linearized
 from ._base import AbstractKernelOperator, Layout
 from ._sharded import AbstractTangentOperator, ShardedMatrixFreeOperator
@@ -33,10 +34,10 @@ class MatrixFreeOperator(AbstractTangentOperator):
         kernel = self.model.kernel_block(self.x, self.x)
         return kernel.reshape(self.num_points * self.num_outputs, -1)
 
-    def at_points(self, x: Any, layout: Layout) -> "MatrixFreeOperator":
+    def at_points(self, x: Inputs, layout: Layout) -> "MatrixFreeOperator":
         return replace(self, x=x)
 
-    def take(self, rows: Any) -> "MatrixFreeOperator":
+    def take(self, rows: AnyArray) -> "MatrixFreeOperator":
         return replace(self, x=self.x[rows])
 
     def spread(self, layout: Layout) -> ShardedMatrixFreeOperator:
@@ -72,7 +73,7 @@ class LowRankOperator(AbstractKernelOperator):
         return self.features.size * self.features.dtype.itemsize
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.features.dtype
 
     def _flat(self) -> Float[Array, "nc r"]:
@@ -109,10 +110,10 @@ class LowRankOperator(AbstractKernelOperator):
     def wide_mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         return LowRankOperator(self.features.astype(v.dtype)).mv(v)
 
-    def take(self, rows: Any) -> "LowRankOperator":
+    def take(self, rows: AnyArray) -> "LowRankOperator":
         return LowRankOperator(self.features[rows])
 
-    def with_columns(self, columns: Any, start: int, stop: int) -> NoReturn:
+    def with_columns(self, columns: Array, start: int, stop: int) -> NoReturn:
         self._lacks(
             "with_columns",
             "New points need features, which a kernel function does not have. Fit low_rank(...) as the "

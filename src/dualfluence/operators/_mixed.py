@@ -5,10 +5,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST
 from .._support.memory import panel_rows
+from .._support.types import AnyArray
 from ._base import AbstractKernelOperator, AbstractWrapper, Layout
 
 
@@ -23,7 +25,7 @@ class MixedOperator(AbstractWrapper):
     op: AbstractKernelOperator
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return jnp.dtype("float64")
 
     @property
@@ -51,7 +53,7 @@ class MixedOperator(AbstractWrapper):
     def dense(self) -> Float[Array, "nc nc"]:
         return self.op.dense().astype(self.dtype)
 
-    def take(self, rows: Any) -> "MixedOperator":
+    def take(self, rows: AnyArray) -> "MixedOperator":
         return MixedOperator(self.op.take(rows))
 
     def with_precision(self, precision: jax.lax.Precision) -> "MixedOperator":
@@ -60,7 +62,7 @@ class MixedOperator(AbstractWrapper):
     def spread(self, layout: Layout) -> "MixedOperator":
         return MixedOperator(self.op.spread(layout))
 
-    def with_columns(self, columns: Any, start: int, stop: int) -> "MixedOperator":
+    def with_columns(self, columns: Array, start: int, stop: int) -> "MixedOperator":
         return MixedOperator(self.op.with_columns(columns, start, stop))
 
     def with_features(self, features: Any, start: int, num_rows: int) -> "MixedOperator":

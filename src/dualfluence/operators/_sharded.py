@@ -6,9 +6,11 @@ from typing import Any, NoReturn
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from .._support.shards import EVERY, ROWS
+from .._support.types import Inputs
 from ..kernels._linearized import Linearized
 from ._base import (
     AXIS,
@@ -94,7 +96,7 @@ class AbstractTangentOperator(AbstractKernelOperator):
         return 0
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.model.dtype
 
     @property
@@ -142,5 +144,5 @@ class ShardedMatrixFreeOperator(AbstractTangentOperator):
             "kernel: a ShardedMatrixFreeOperator has no dense: its entries are on no device. Use CG."
         )
 
-    def at_points(self, x: Any, layout: Layout) -> "ShardedMatrixFreeOperator":
+    def at_points(self, x: Inputs, layout: Layout) -> "ShardedMatrixFreeOperator":
         return replace(self, x=layout.place(x, "last"), placement=layout)

@@ -24,8 +24,7 @@ from .._support.points import shown
 from ..attribution._attribution import Attribution
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
-from ..models._gradients import gradient_products, point_gradients, rows_at_once
-from ..models._passes import outputs_at
+from ..models._passes import gradient_products, outputs_at, point_gradients, rows_at_once
 from ..operators._base import Device, as_mesh
 from ..problem._certificate import OnFailure
 from ..problem._quantity import Quantity, as_quantity

@@ -19,8 +19,7 @@ from .._support.compile import PRECISION, filter_jit
 from ..kernels._linearized import Linearized
 from ..linalg import Krylov, lanczos
 from ..losses import AbstractLoss
-from ..models._gradients import point_gradient, rows_at_once
-from ..models._passes import outputs_at
+from ..models._passes import outputs_at, point_gradient, rows_at_once
 from ._hessian import Rows, linearised_product, make_rows, network_product
 from ._update import tangent_model
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from ..kernels._jacobian import jacobian_products
+from ..kernels._apart import jacobian_products
 from ..kernels._linearized import Linearized
 from ..kernels._products import cut
 from ..losses import AbstractLoss

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from .._support.compile import filter_jit
 from .._support.shards import AXIS, EVERY, ROWS
 from ..kernels._linearized import Linearized
-from ..models._gradients import gradient_products
+from ..models._passes import gradient_products
 from ..operators._base import Layout, map_shards, on_mesh
 from ._curvature import Curvature
 

@@ -21,6 +21,7 @@ from .._support.checks import (
     check_rows,
 )
 from .._support.points import count_points, form_of, is_tree
+from .._support.types import Inputs, Numbers
 from ..losses import AbstractLoss
 from ._objective import TrainingSet
 
@@ -38,7 +39,7 @@ class Remove(AbstractEdit):
 
     indices: np.ndarray
 
-    def __init__(self, indices: Any) -> None:
+    def __init__(self, indices: Numbers) -> None:
         self.indices = check_indices("Remove", indices)
 
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
@@ -52,7 +53,7 @@ class Reweight(AbstractEdit):
     indices: np.ndarray
     weights: np.ndarray
 
-    def __init__(self, indices: Any, weights: Any) -> None:
+    def __init__(self, indices: Numbers, weights: Numbers) -> None:
         self.indices = check_indices("Reweight", indices)
         self.weights = as_weights("Reweight", weights, self.indices.size, "index")
 
@@ -65,9 +66,9 @@ class Relabel(AbstractEdit):
     """Give the points at `indices` new targets."""
 
     indices: np.ndarray
-    targets: Any
+    targets: np.ndarray
 
-    def __init__(self, indices: Any, targets: Any) -> None:
+    def __init__(self, indices: Numbers, targets: Numbers) -> None:
         self.indices = check_indices("Relabel", indices)
         self.targets = _rows("Relabel targets", targets, self.indices.size, "index")
 
@@ -89,10 +90,12 @@ class Replace(AbstractEdit):
     """
 
     indices: np.ndarray
-    x: Any
-    targets: Any
+    x: Inputs | None
+    targets: np.ndarray | None
 
-    def __init__(self, indices: Any, x: Any = None, targets: Any = None) -> None:
+    def __init__(
+        self, indices: Numbers, x: Inputs | None = None, targets: Numbers | None = None
+    ) -> None:
         self.indices = check_indices("Replace", indices)
         if x is None and targets is None:
             raise ValueError("Replace: give new features x, new targets, or both.")
@@ -103,6 +106,7 @@ class Replace(AbstractEdit):
     def apply(self, data: TrainingSet, loss: AbstractLoss, num_outputs: int) -> TrainingSet:
         _check_present("Replace", self.indices, data)
         if self.x is None:
+            assert self.targets is not None  # one of them was given
             return Relabel(self.indices, self.targets).apply(data, loss, num_outputs)
         kept_weights = data.sample_weights[self.indices]
         targets = np.asarray(data.targets)[self.indices]
@@ -117,11 +121,11 @@ class Replace(AbstractEdit):
 class Add(AbstractEdit):
     """Add points, by default with weight 1; they start at `α = 0`."""
 
-    x: Any
-    targets: Any
+    x: Inputs
+    targets: np.ndarray
     weights: np.ndarray
 
-    def __init__(self, x: Any, targets: Any, weights: Any = None) -> None:
+    def __init__(self, x: Inputs, targets: Numbers, weights: Numbers | None = None) -> None:
         self.x = _points("Add x", x)
         size = count_points(self.x)
         self.targets = _rows("Add targets", targets, size, "new point")
@@ -167,7 +171,7 @@ def apply_edits(
 
 
 def targets_like(
-    name: str, targets: Any, trained: Array, loss: AbstractLoss, num_outputs: int
+    name: str, targets: Numbers, trained: Array, loss: AbstractLoss, num_outputs: int
 ) -> Array:
     """Targets of some points in the shape and dtype of the training targets."""
     new = loss.prepare_targets(targets, num_outputs, trained.dtype)
@@ -180,14 +184,14 @@ def targets_like(
     return as_dtype(f"{name} targets", new, trained.dtype)
 
 
-def _rows(name: str, value: Any, size: int, what: str) -> np.ndarray:
+def _rows(name: str, value: Numbers, size: int, what: str) -> np.ndarray:
     """One row per point, on the host; a bare number is the target of a single one."""
     array = np.atleast_1d(np.asarray(as_array(name, value)))
     check_rows(name, array, size, what)
     return array
 
 
-def _points(name: str, x: Any, size: int | None = None) -> Any:
+def _points(name: str, x: Inputs, size: int | None = None) -> Any:
     """Features of some points on the host, one row each: an array, or a tree of arrays."""
     if form_of(name, x) is not None:
         rows = jax.tree.map(np.asarray, x)
@@ -208,14 +212,14 @@ def _check_present(name: str, indices: np.ndarray, data: TrainingSet) -> None:
         raise ValueError(f"{name}: point {int(gone[0])} is not in the training set (weight zero).")
 
 
-def _reweighted(data: TrainingSet, indices: np.ndarray, weights: Any) -> TrainingSet:
+def _reweighted(data: TrainingSet, indices: np.ndarray, weights: Numbers) -> TrainingSet:
     new = data.sample_weights.copy()
     new[indices] = weights
     return TrainingSet(data.x, data.targets, new, form=data.form)
 
 
 def _appended(
-    name: str, data: TrainingSet, x: Any, targets: np.ndarray, weights: np.ndarray
+    name: str, data: TrainingSet, x: Inputs, targets: np.ndarray, weights: np.ndarray
 ) -> TrainingSet:
     if data.form is not None:
         x = np.asarray(data.form.pack(f"{name} x", x))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from .._support.checks import check_queries
 from .._support.points import Form
 from .._support.show import Shown
+from .._support.types import Inputs
 from ..losses import AbstractFactor, AbstractLoss
 from ..operators._base import Layout
 
@@ -47,11 +48,11 @@ class TrainingSet(Shown):
     form: Form | None = None
 
     @property
-    def features(self) -> Any:
+    def features(self) -> Inputs:
         """Features in the form in which they were given: one array, or a tree of arrays."""
         return self.x if self.form is None else self.form.unpack(self.x)
 
-    def queries(self, xq: Any, name: str = "queries") -> Array:
+    def queries(self, xq: Inputs, name: str = "queries") -> Array:
         """Queries of the same form, checked, and packed if the features are a tree."""
         return check_queries(xq, self.x, name, form=self.form)
 

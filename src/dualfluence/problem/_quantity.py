@@ -1,15 +1,16 @@
 """What is measured at a query: its loss, an output, its margin, or a function of your own."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.checks import check_rows
+from .._support.types import Numbers
 from ..losses import AbstractLoss, Logistic
 
 KINDS = ("loss", "output", "margin")
@@ -41,10 +42,10 @@ class Quantity(eqx.Module):
 def as_quantity(
     of: str | Callable[[Array, Array], Array],
     loss: AbstractLoss,
-    targets: Any,
+    targets: Numbers,
     num_queries: int,
     num_outputs: int,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> Quantity:
     """The measured quantity for these queries, checked."""
     if not isinstance(of, str):
@@ -106,7 +107,7 @@ def _margin(outputs: Array, target: Array) -> Array:
     return own - jax.nn.logsumexp(others)
 
 
-def _classes(of: str, targets: Any, prepared: Array, num_outputs: int) -> Array:
+def _classes(of: str, targets: Numbers, prepared: Array, num_outputs: int) -> Array:
     """The class of each query: integers as given, else the largest entry of its target."""
     raw = np.asarray(targets)
     if num_outputs == 1:

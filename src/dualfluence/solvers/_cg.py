@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._support.columns import any_column
 from .._support.options import check_count
 from ._base import AbstractDualSolver, LinearSystem, Solution
+from ._preconditioner import any_column
 
 Vector = Float[Array, "..."]
 

@@ -7,9 +7,9 @@ from typing import NoReturn
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.custom_batching import custom_vmap
+from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from .._support.columns import any_column
 from .._support.compile import filter_jit
 from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator, UnsupportedStructure
@@ -27,6 +27,21 @@ this value, the smallest directions of a sketch count for less."""
 RIDGE_FLOOR = 8.0
 """The ridge of a preconditioner is at least so many `eps` of its trace. With twice this value,
 conjugate gradients take a little longer where `λ` is below that."""
+
+
+@custom_vmap
+def any_column(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    """`flag`; under `vmap`, whether it is set in any column, the same for all of them.
+
+    `lax.cond` on the flag of one column becomes a `select` under `vmap`, which computes the rare branch
+    every time. On this flag it stays a branch.
+    """
+    return flag
+
+
+@any_column.def_vmap
+def _(size: int, batched: list[bool], flag: Array) -> tuple[Array, bool]:
+    return jnp.any(flag), False
 
 
 class AbstractPreconditioner(eqx.Module):

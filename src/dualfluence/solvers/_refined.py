@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._support.options import check_count, check_instance
@@ -107,7 +108,7 @@ class Refined(AbstractDualSolver):
         return f"{self.inner.describe(op.narrow)}, refined in float64"
 
 
-def _cast(tree: Any, dtype: Any) -> Any:
+def _cast(tree: Any, dtype: DTypeLike) -> Any:
     return jax.tree.map(
         lambda a: a.astype(dtype) if eqx.is_inexact_array(a) else a,
         tree,

@@ -20,9 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.archive import Damaged, digest, peek, seal, unseal
+from .._support.archive import Damaged, digest, from_plain, peek, seal, unseal
 from .._support.files import FileError, write_whole
-from .._support.records import from_plain
 
 FORMAT, VERSION = "dualfluence-kernel-store", 2
 STORAGE = ("float16", "bfloat16", "float32", "float64")

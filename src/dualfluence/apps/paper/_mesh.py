@@ -9,8 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ...operators import AbstractKernelOperator
-from ...operators._base import AXIS, Device, Layout, map_shards, on_mesh
-from ...operators._devices import from_parts, on_each_device
+from ...operators._base import AXIS, Device, Layout, from_parts, map_shards, on_each_device, on_mesh
 from ...operators._sharded import EVERY, ROWS
 
 
