@@ -18,6 +18,7 @@ from .._support.progress import ProgressFn
 from .._support.records import from_plain
 from .._support.wide import double, narrowed
 from ..dual._fidelity import Fidelity
+from ..dual._model import Widening
 from ..dual._readout import Reference
 from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
@@ -76,6 +77,7 @@ class Content(NamedTuple):
     stats: Stats
     fidelity: Fidelity | None
     form: Form | None
+    may_widen: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -172,12 +174,19 @@ def _restored(
         stats=content.stats,
         fidelity=content.fidelity,
         start_norm=start_norm(source),
-        widening="as stored" if kernel is not None or "kernel" in arrays else "computed anew",
+        widening=_widening(content, kernel),
     )
     fitted = replace(fitted, epsilon=rounding_unit(source, fitted.kernel_op))
     slack = _slack(content, OUTPUT_SLACK)
     _check_outputs(fitted, slack)
     return computed_again(fitted, initial, slack)
+
+
+def _widening(content: Content, kernel: AbstractKernelOperator | None) -> Widening:
+    """What the caller of the fit said (`refine=False`), else what there is to compute in float64 with."""
+    if not content.may_widen:
+        return "never"
+    return "as stored" if kernel is not None or "kernel" in content.arrays else "computed anew"
 
 
 def _source(model: Any, content: Content) -> AbstractSource:
@@ -206,7 +215,10 @@ def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
         from_plain(Stats, header["stats"], "stats"),
         None if fidelity is None else from_plain(Fidelity, fidelity, "fidelity"),
         _form(header, arrays),
+        header.get("may_widen", True),
     )
+    if type(content.may_widen) is not bool:
+        raise Damaged(f"may_widen is {content.may_widen!r}")
     if type(ridge) is not float or check_ridge(ridge) != content.certificate.ridge:
         raise Damaged(f"ridge is {ridge!r}, its certificate's {content.certificate.ridge!r}")
     if type(drift) is not float or not 0 <= drift < np.inf:

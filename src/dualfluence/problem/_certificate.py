@@ -152,8 +152,6 @@ def norms_of_square(
     """The same from `ρᵀKρ`, or from an upper bound on it."""
     root = jnp.sqrt(jnp.maximum(kernel_diagonal, 0))
     square = jnp.maximum(square, 0)
-    # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
-    # the root.
     parameters = jnp.sqrt(jnp.maximum(jnp.sum(state.alpha * state.k_alpha), 0))
     # ρᵀKρ can cancel, to zero where ρ is in the null space of Jᵀ: its own rounding stays below
     # the root.
