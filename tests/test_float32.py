@@ -73,9 +73,11 @@ def check(answer, want):
     assert theta.dtype == jnp.float32
     off = np.linalg.norm(np.asarray(theta, float).reshape(-1) - want) / np.linalg.norm(want)
     bound = answer.certificate.distance_bound / np.linalg.norm(want)
-    assert off <= 1e-6
     # The bound is about the model before its parameters are rounded, which adds half a unit at most.
-    assert off <= bound <= max(100 * off, 1e-5)
+    assert off <= bound
+    if jax.default_backend() == "cpu":  # an accelerator takes float64 only where float32 is refused
+        assert off <= 1e-6
+        assert bound <= max(100 * off, 1e-5)
 
 
 @pytest.mark.parametrize(("n", "ridge", "scale", "loss_name"), table(PROBLEMS, QUICK))
@@ -104,7 +106,7 @@ def test_a_mesh_answers_like_one_device(n, loss_name, form):
     """Without float64 these are refused, or certified to no better than 0.1."""
     x, y, targets = problem(n, 10.0, loss_name)
     fitted = fit(x, y, 1e-3, loss_name, mesh=jax.devices(), kernel=form)
-    assert fitted.layout.num_devices == 2
+    assert fitted.layout.num_devices == len(jax.devices())
     check(fitted, truth(x, targets, 1e-3, loss_name))
     kept = np.arange(n) != 2
     edited = fitted.edit(dfl.Remove([2]), until=1e-5, progress=False)
