@@ -69,8 +69,9 @@ class OutOfTime(BaseException):
 class Bench:
     """One recipe: truth, runs, scores, table."""
 
-    def __init__(self, name, scale, data, work):
+    def __init__(self, name, scale, data, work, *, models_at_once=500):
         self.name, self.scale, self.work = name, scale, work / name
+        self.models_at_once = models_at_once
         self.recipe = RECIPES[name]
         # Queries that are reported, and as many to choose constants on.
         n, q = scale["points"], 2 * scale["queries"]
@@ -124,7 +125,9 @@ class Bench:
     def make_truth(self):
         halves = partial(evaluate.random_masks, self.x.shape[0])
         reported = halves(self.scale["subsets"], seed=SUBSET_SEED)
-        masks = np.concatenate([reported, halves(self.scale["choosing"], seed=CHOICE_SEED)])
+        choosing = self.scale["choosing"]
+        others = [halves(choosing, seed=CHOICE_SEED)] if choosing else []
+        masks = np.concatenate([reported, *others])
 
         def measure(params):
             # The loss of a sure query is far below the rounding of its outputs: no difference of those.
@@ -139,7 +142,7 @@ class Bench:
             masks,
             seeds=range(self.scale["seeds"]),
             name=f"{self.name} { {k: self.scale[k] for k in TRUTH_SCALE} }, exact losses",
-            slice_size=500,
+            slice_size=self.models_at_once,
             folder=self.work / "truth",
         )
 

@@ -68,6 +68,7 @@ STRICT = (
     "attribution/test_evaluate.py",
     "fitted/test_damaged_states.py",
     "fitted/test_drift.py",
+    "fitted/test_options.py",
     "dual/test_floor.py",
     "fitted/test_saved_states.py",
     "fitted/test_show.py",

@@ -234,6 +234,7 @@ class Fitted(Shown, TrainedModel):
                 "certificate": self.certificate,
                 "stats": self.stats,
                 "fidelity": self.fidelity,
+                "may_widen": self.widening != "never",
             },
             include_kernel=include_kernel,
             witnesses=witnesses,

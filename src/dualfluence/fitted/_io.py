@@ -18,7 +18,7 @@ from .._support.options import ProgressFn, check_loss, check_path, check_progres
 from .._support.points import Form
 from .._support.types import AnyPath, Inputs
 from ..dual._fidelity import Fidelity
-from ..dual._model import Reference
+from ..dual._model import Reference, Widening
 from ..kernels._affine import is_affine
 from ..kernels._linearized import Linearized, as_network
 from ..kernels._params import Shifted
@@ -73,6 +73,7 @@ class Content(NamedTuple):
     stats: Stats
     fidelity: Fidelity | None
     form: Form | None
+    may_widen: bool
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -169,12 +170,19 @@ def _restored(
         stats=content.stats,
         fidelity=content.fidelity,
         start_norm=start_norm(source),
-        widening="as stored" if kernel is not None or "kernel" in arrays else "computed anew",
+        widening=_widening(content, kernel),
     )
     fitted = replace(fitted, epsilon=rounding_unit(source, fitted.kernel_op))
     slack = _slack(content, OUTPUT_SLACK)
     _check_outputs(fitted, slack)
     return computed_again(fitted, initial, slack)
+
+
+def _widening(content: Content, kernel: AbstractKernelOperator | None) -> Widening:
+    """What the caller of the fit said (`refine=False`), else what there is to compute in float64 with."""
+    if not content.may_widen:
+        return "never"
+    return "as stored" if kernel is not None or "kernel" in content.arrays else "computed anew"
 
 
 def _source(model: object, content: Content) -> AbstractSource:
@@ -203,7 +211,10 @@ def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
         from_plain(Stats, header["stats"], "stats"),
         None if fidelity is None else from_plain(Fidelity, fidelity, "fidelity"),
         _form(header, arrays),
+        header.get("may_widen", True),
     )
+    if type(content.may_widen) is not bool:
+        raise Damaged(f"may_widen is {content.may_widen!r}")
     if type(ridge) is not float or check_ridge(ridge) != content.certificate.ridge:
         raise Damaged(f"ridge is {ridge!r}, its certificate's {content.certificate.ridge!r}")
     if type(drift) is not float or not 0 <= drift < np.inf:

@@ -76,7 +76,7 @@ def as_given(model: Trained, kernel: object, x: Inputs, y: Numbers) -> Trained:
         targets = model.loss.prepare_targets(y, model.num_outputs, jnp.dtype("float64"))
         points = data.x if data.form is not None or x is None else enter_points("x", x, None)
         if source.network is None:
-            source = as_source(kernel, points)
+            source = source.placing(as_source(kernel, points))
         return replace(model, data=replace(data, x=points, targets=targets), source=source)
 
 
@@ -118,12 +118,12 @@ def _widened(model: Trained) -> Trained:
         reference = _reference(model, source)
         if reference is None:
             base = source.base_outputs(x, c)
-            offset = jnp.zeros_like(alpha) if base is None else base
+            offset = jnp.zeros_like(alpha) if base is None else op.layout.place(base, "last")
         else:
             assert source.network is not None
             start = op.layout.grow(reference.alpha, op.num_points)
             outputs = outputs_at(source.network, reference.params, x, reference.linearised)
-            offset = outputs - op_mv(op, start)
+            offset = op.layout.place(outputs, "last") - op_mv(op, start)
         pre = model.preconditioner
         if op.narrow is op:
             pre = widened(pre)
@@ -147,7 +147,9 @@ def kept_operator(model: TrainedModel) -> AbstractKernelOperator | None:
     own = model.kernel_op
     if own.follows_points:
         return None
-    keep = model.widening in ("as stored", "at once") or 2 * own.num_bytes > memory_budget()
+    # Processes have their own budgets, and all have to decide alike.
+    room = model.source.num_devices * memory_budget() if jax.process_count() == 1 else 0
+    keep = model.widening in ("as stored", "at once") or 2 * own.num_bytes > room
     return widen(own) if keep else None
 
 

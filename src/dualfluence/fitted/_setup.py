@@ -146,9 +146,10 @@ def make_operator(
 
 def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
     """Whether a model of this source and kernel can be had in float64 later on."""
-    if source.num_devices > 1 or not source.can_widen:
+    if not source.can_widen:
         return False
-    exact = op.has_entries and op.product_precision == HIGHEST
+    stored = op.has_entries or op.layout.sharding is not None
+    exact = stored and op.product_precision == HIGHEST
     return exact or op.follows_points
 
 

@@ -83,6 +83,16 @@ class ShardedSource(AbstractSource):
         assert self.network is not None
         return _network_pull_back(self.network, layout, layout.place(x, "last"), layout.place(v))
 
+    def placing(self, other: AbstractSource) -> AbstractSource:
+        return ShardedSource(other, self.mesh)
+
+    @property
+    def can_widen(self) -> bool:
+        return self.inner.can_widen
+
+    def widened(self, x: Array) -> "ShardedSource":
+        return ShardedSource(self.inner.widened(x), self.mesh)
+
     def extend(
         self,
         op: AbstractKernelOperator,

@@ -93,6 +93,10 @@ class AbstractSource(eqx.Module):
         """Devices that share the rows."""
         return 1
 
+    def placing(self, other: "AbstractSource") -> "AbstractSource":
+        """`other`, with its rows on the devices of this one."""
+        return other
+
     @property
     def has_features(self) -> bool:
         """Whether `K(x1, x2) = φ(x1) φ(x2)ᵀ` with the `φ` of `features`."""

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from .._support.compile import has_float64, types_of_64_bits
 from .._support.options import ProgressFn
 from .._support.shards import AXIS as AXIS
 from .._support.shards import on_shards
@@ -417,10 +418,11 @@ def on_each_device(
     """`fn(device, rows, progress)` for this process's devices, in parallel; the first one reports."""
     index_map = rows_on(layout).addressable_devices_indices_map((layout.num_rows,))
     work = [(device, index[0]) for device, index in index_map.items() if index is not None]
+    wide = has_float64()  # a scope holds in one thread only: the threads below enter their own
 
     def run(job: tuple[int, tuple[Device, slice]]) -> T:
         place, (device, index) = job
-        with jax.default_device(device):
+        with jax.default_device(device), types_of_64_bits(wide):
             made = fn(device, index, progress if place == 0 else False)
         return jax.device_put(made, device)
 
