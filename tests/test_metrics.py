@@ -21,6 +21,7 @@ def test_distances():
     assert metrics.distance(other, PARAMS) == pytest.approx(np.sqrt(2))
     assert metrics.relative_distance(other, PARAMS) == pytest.approx(np.sqrt(2) / 5)
     assert metrics.relative_distance(PARAMS, other) == pytest.approx(np.sqrt(2 / 27))
+    assert metrics.largest_difference(other, PARAMS) == 1
 
 
 def test_distances_are_taken_in_the_wider_precision():
@@ -39,6 +40,10 @@ def test_distance_errors():
         metrics.relative_distance([jnp.ones(2)], [jnp.zeros(2)])
     with pytest.raises(ValueError, match="NaN or inf"):
         metrics.tree_norm([jnp.asarray(jnp.nan)])
+    with pytest.raises(ValueError, match="largest_difference: the parameters have NaN or inf"):
+        metrics.largest_difference([jnp.asarray([jnp.inf])], [jnp.ones(1)])
+    with pytest.raises(ValueError, match="largest_difference: floating leaves differ in shape"):
+        metrics.largest_difference([jnp.ones(2)], [jnp.ones(1)])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

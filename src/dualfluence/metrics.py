@@ -44,16 +44,30 @@ def tree_norm(params: PyTree) -> float:
 
 def distance(params_a: PyTree, params_b: PyTree) -> float:
     """`‖θ_a − θ_b‖` over floating leaves."""
-    _check_tree("distance: params_a", params_a)
-    _check_tree("distance: params_b", params_b)
+    return tree_norm(_differences("distance", params_a, params_b))
+
+
+def largest_difference(params_a: PyTree, params_b: PyTree) -> float:
+    """`max |θ_a − θ_b|` over the entries of floating leaves, the distance in the norm `ℓ∞`."""
+    apart = _differences("largest_difference", params_a, params_b)
+    value = float(max((jnp.max(jnp.abs(leaf), initial=0) for leaf in apart), default=0.0))
+    if not np.isfinite(value):
+        raise ValueError("largest_difference: the parameters have NaN or inf.")
+    return value
+
+
+def _differences(what: str, params_a: PyTree, params_b: PyTree) -> list[Array]:
+    """`θ_a − θ_b`, leaf by leaf."""
+    _check_tree(f"{what}: params_a", params_a)
+    _check_tree(f"{what}: params_b", params_b)
     trees = jax.tree.structure(params_a), jax.tree.structure(params_b)
     if trees[0] != trees[1]:
-        raise ValueError(f"distance: trees differ in structure, {trees[0]} and {trees[1]}.")
+        raise ValueError(f"{what}: trees differ in structure, {trees[0]} and {trees[1]}.")
     leaves_a, leaves_b = _points.float_leaves(params_a), _points.float_leaves(params_b)
     shapes = [a.shape for a in leaves_a], [b.shape for b in leaves_b]
     if shapes[0] != shapes[1]:
-        raise ValueError(f"distance: floating leaves differ in shape, {shapes[0]} and {shapes[1]}.")
-    return tree_norm([_difference(a, b) for a, b in zip(leaves_a, leaves_b, strict=True)])
+        raise ValueError(f"{what}: floating leaves differ in shape, {shapes[0]} and {shapes[1]}.")
+    return [_difference(a, b) for a, b in zip(leaves_a, leaves_b, strict=True)]
 
 
 def _difference(a: Array, b: Array) -> Array:

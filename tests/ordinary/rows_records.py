@@ -26,12 +26,19 @@ def a_certificate(at):
     )
 
 
-@row("metrics.tree_norm", "metrics.distance", "metrics.relative_distance", "metrics.accuracy")
+@row(
+    "metrics.tree_norm",
+    "metrics.distance",
+    "metrics.largest_difference",
+    "metrics.relative_distance",
+    "metrics.accuracy",
+)
 @row("metrics.random_perturbation", "metrics.unlearning_report", "metrics.UnlearningReport")
 def measures_of_models(at):
     a, b = flat(at.params), flat(at.other)
     at.close(metrics.tree_norm(at.params), np.linalg.norm(a))
     at.close(metrics.distance(at.params, at.other), np.linalg.norm(a - b), 5)
+    at.close(metrics.largest_difference(at.params, at.other), np.abs(a - b).max(), 5)
     relative = np.linalg.norm(a - b) / np.linalg.norm(b)
     at.close(metrics.relative_distance(at.params, at.other), relative, 5)
     moved = metrics.random_perturbation(jax.random.key(0), at.params, 0.5)
