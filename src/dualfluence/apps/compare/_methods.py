@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ... import primal
+from ...dual._model import ROOM
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update
 from ...metrics import tree_norm
@@ -23,7 +24,8 @@ class Settings(NamedTuple):
 
     - `cg_steps`: iterations of conjugate gradients at most, in the published methods.
     - `cg_rtol`: relative residual that they stop at.
-    - `until`: certified distance that our iterated form stops at, over the norm of the parameters.
+    - `until`: certified distance that our iterated form stops at, over the norm of the parameters; a
+      larger one where parameters in float32 round by more.
     """
 
     cg_steps: int = 500
@@ -54,6 +56,11 @@ def as_stationary(base: Fitted) -> Fitted:
     if base.reference is None:
         return base
     return replace(base, reference=replace(base.reference, gap=0.0, certified=True))
+
+
+def attainable(base: Fitted, until: float) -> float:
+    """`until`, or twice what parameters in float32 round by, if that is larger."""
+    return max(until, 2 * ROOM * base._reading(base.certificate.parameter_norm))
 
 
 def in_data_space(base: Fitted, **options: Any) -> Method:
@@ -101,7 +108,9 @@ MAKERS: dict[str, Callable[[TrainedCase], Method]] = {
     RETRAINED: lambda t: by_retraining(t.base),
     ONE_STEP: lambda t: in_data_space(t.base),
     TWO_STEPS: lambda t: in_data_space(t.base, steps=2),
-    ITERATED: lambda t: in_data_space(t.base, until=t.settings.until * tree_norm(t.params)),
+    ITERATED: lambda t: in_data_space(
+        t.base, until=attainable(t.base, t.settings.until * tree_norm(t.params))
+    ),
     PARAMETER: in_parameter_space,
 }
 """The functions that make each method of this library. `apps.paper` adds the paper's own."""
