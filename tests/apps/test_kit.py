@@ -29,6 +29,7 @@ from dualfluence.apps.paper._claims import CLAIMS, COMPARISONS
 from dualfluence.apps.paper._results import read_results
 
 found = {name: read_results(Path(sys.argv[1]), name) for name in CLAIMS}
+found = {name: results for name, results in found.items() if results is not None}
 verdicts = [c.verdict for name, results in found.items() for c in CLAIMS[name](results)]
 values = [v.differs for name, results in found.items() for v in COMPARISONS[name](results)]
 assert "matplotlib" not in sys.modules, "plotting was imported"

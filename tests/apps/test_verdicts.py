@@ -13,7 +13,7 @@ from dualfluence.apps import paper
 from dualfluence.apps.cli._app import app
 from dualfluence.apps.compare._names import ITERATED, ONE_STEP
 from dualfluence.apps.paper import _reproduce
-from dualfluence.apps.paper._claims import linear_claims
+from dualfluence.apps.paper._claims_linear import linear_ten_claims
 from dualfluence.apps.paper._verdicts import FAILS, HOLDS, UNDECIDED, UNKNOWN
 
 
@@ -40,7 +40,7 @@ def linear_results(apart, distance, bound):
     ],
 )
 def test_an_exactness_claim_is_judged_at_the_precision_in_use(apart, distance, bound, want):
-    claims = linear_claims(linear_results(apart, distance, bound))
+    claims = linear_ten_claims(linear_results(apart, distance, bound))
     assert [claim.verdict for claim in claims] == [want] * 4
     if want == UNDECIDED:
         assert all("certifies parameters to 1.3e-03 only" in claim.evidence for claim in claims)
@@ -51,10 +51,11 @@ def test_one_distance_beyond_rounding_is_enough_to_fail():
     results["pieces"]["squared/90"] = json.loads(json.dumps(results["pieces"]["squared/10"]))
     results["pieces"]["squared/90"]["values"]["distance"][ONE_STEP] = 0.1
     verdicts = {
-        claim.text.split(":")[0] + claim.source: claim.verdict for claim in linear_claims(results)
+        claim.text.split(":")[0] + claim.source: claim.verdict
+        for claim in linear_ten_claims(results)
     }
-    assert verdicts["Linear model, squaredthis library"] == FAILS
-    assert verdicts["Linear model, softmaxthis library"] == UNDECIDED
+    assert verdicts["Ten classes, squaredthis library"] == FAILS
+    assert verdicts["Ten classes, softmaxthis library"] == UNDECIDED
 
 
 def without(missing):

@@ -123,7 +123,9 @@ def _run_script(what: str, options: list[str]) -> int:
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(help="fig1, fig2, fig3, fig4, linear or all")] = "all",
+    name: Annotated[
+        str, typer.Argument(help="fig1, fig2, fig3, fig4, linear, linear-ten or all")
+    ] = "all",
     scale: Annotated[str, typer.Option(help="smoke (minutes on two cores) or paper.")] = "smoke",
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
@@ -136,6 +138,12 @@ def reproduce(
     ] = None,
     percentages: Annotated[str | None, typer.Option(help="Only these, e.g. 10,50,90.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Of every training.")] = None,
+    per_class: Annotated[
+        int | None, typer.Option(min=1, help="Training points of each class.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed calls of every method after its first.")
+    ] = None,
     matmul_precision: Annotated[
         str | None, typer.Option(help="Of matrix products, e.g. highest or TF32_TF32_F32_X3.")
     ] = None,
@@ -150,7 +158,13 @@ def reproduce(
             f"expected {', '.join(experiments.NAMES)} or all at scale "
             f"{' or '.join(experiments.SCALES)}, got {name!r} at {scale!r}"
         )
-    overrides = {"percentages": only, "epochs": epochs, "matmul_precision": matmul_precision}
+    overrides = {
+        "percentages": only,
+        "epochs": epochs,
+        "per_class": per_class,
+        "repeats": repeats,
+        "matmul_precision": matmul_precision,
+    }
     finished = experiments.reproduce(
         name,
         scale=scale,
@@ -164,6 +178,82 @@ def reproduce(
     )
     if not finished:
         raise typer.Exit(3)
+
+
+@app.command()
+def experiment(
+    forget: Annotated[
+        list[str],
+        typer.Option(help="Percentages by class, e.g. 3:10,8:50. Repeat it for further sets."),
+    ],
+    data: Annotated[str, typer.Option(help="mnist-small, mnist or cifar10.")] = "mnist-small",
+    classes: Annotated[str, typer.Option(help="Classes to take.")] = "3,8",
+    per_class: Annotated[int, typer.Option(min=1, help="Training points of each.")] = 100,
+    per_class_test: Annotated[int, typer.Option(min=1, help="Test points of each.")] = 100,
+    network: Annotated[str, typer.Option(help="fcnn or cnn.")] = "fcnn",
+    depth: Annotated[int, typer.Option(min=1, help="Hidden layers or blocks.")] = 2,
+    width: Annotated[int, typer.Option(min=1, help="Units or channels of each.")] = 256,
+    linearised: Annotated[bool, typer.Option(help="Train the linearisation instead.")] = False,
+    loss: Annotated[str, typer.Option(help="squared or softmax.")] = "squared",
+    ridge: Annotated[float, typer.Option(help="λ.")] = 1e-2,
+    rate: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
+    epochs: Annotated[int, typer.Option(min=1, help="Of every training.")] = 1000,
+    momentum: Annotated[float, typer.Option(min=0, help="Of the descent.")] = 0.0,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="By default all points.")] = None,
+    decay_steps: Annotated[int, typer.Option(min=1, help="Steps between decays of the rate.")] = 1,
+    decay_rate: Annotated[float, typer.Option(help="Factor of the rate at a decay.")] = 1.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls after the first.")] = 3,
+    out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
+    data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
+    resume: Annotated[bool, typer.Option(help="Continue from the results in the folder.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of network and removals.")] = 0,
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds after which no new piece is started.")
+    ] = None,
+) -> None:
+    """Train a network of your own choice, forget parts of its classes, and compare every method."""
+    labels, sets = _whole_numbers(classes), tuple(_shares(text) for text in forget)
+    from .. import paper as experiments
+    from ..compare._networks import Architecture
+    from ..paper._config import check_kinds
+
+    try:
+        check_kinds(network, loss)
+        config = experiments.Own(
+            data=experiments.Data(data, labels, per_class, per_class_test),
+            network=Architecture(network, depth, width),  # pyright: ignore[reportArgumentType]
+            training=experiments.Minibatches(
+                loss=loss,  # pyright: ignore[reportArgumentType]
+                ridge=ridge,
+                rate=rate,
+                epochs=epochs,
+                momentum=momentum,
+                batch_size=batch_size,
+                decay_steps=decay_steps,
+                decay_rate=decay_rate,
+            ),
+            forget=sets,
+            linearised=linearised,
+            repeats=repeats,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    finished = experiments.experiment(
+        config, out=out, data_dir=data_dir, resume=resume, seed=seed, budget=budget
+    )
+    if not finished:
+        raise typer.Exit(3)
+
+
+def _shares(text: str) -> tuple[tuple[int, float], ...]:
+    """`3:10,8:50` as pairs of a class and its percentage."""
+    try:
+        pairs = [part.split(":") for part in text.split(",")]
+        return tuple((int(label), float(percent)) for label, percent in pairs)
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected classes with percentages, e.g. 3:10,8:50, got {text!r}"
+        ) from None
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ from typing import Any
 from ._names import (
     ASCENT,
     FINE_TUNED,
+    FULL_HESSIAN,
     HELD,
     ITERATED,
     ONE_STEP,
@@ -37,6 +38,7 @@ COLOURS: dict[str, str] = {
     PAPER: VERMILION,
     PAPER_RELEASED: VERMILION,
     SHARDED: ORANGE,
+    FULL_HESSIAN: ORANGE,
     PARAMETER: PURPLE,
     PARAMETER_RELEASED: PURPLE,
     RANDOM: GREY,
@@ -56,6 +58,7 @@ _LINES: dict[str, dict[str, Any]] = {
     # What coincides with one step in most panels is drawn around it, not over it.
     PAPER: {"marker": "s", "markersize": 10, "mfc": "none"},
     PAPER_RELEASED: {"marker": "s", "linestyle": "-.", "mfc": "white"},
+    FULL_HESSIAN: {"marker": "*", "linestyle": ":"},
     SHARDED: {"marker": "D", "markersize": 4},
     PARAMETER: {"marker": "o", "markersize": 13, "mfc": "none"},
     PARAMETER_RELEASED: {"marker": "o", "linestyle": "-.", "markersize": 5},

@@ -1,6 +1,8 @@
 """Fig. 1: published values beside measured ones, and claims about runtime and distance."""
 
+import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from ..compare._names import (
 from . import _published as published
 from ._methods import RELEASED_PRECISION
 from ._read import ROW_TITLES, series, values
-from ._verdicts import HOLDS, PARTLY, UNKNOWN, Claim, PublishedValue, span, verdict
+from ._verdicts import HOLDS, OURS, PARTLY, UNKNOWN, Claim, PublishedValue, span, verdict
 
 WARM_FACTOR, COLD_FACTOR = 50.0, 3.0
 """Speedups that this library claims."""
@@ -30,6 +32,10 @@ CNN_DISTANCE = 1e-6
 
 ACCURACY_SLACK = 0.02
 """Accuracies closer than this count as equal; a larger value would make the paper's claim easier."""
+
+SMALL_SHARE, COMPARABLE_FACTOR = 0.2, 2.0
+"""A distance is small up to this share of the change that the removal makes; two distances are comparable
+up to this factor. With twice these values, a method that leaves 40 % of the change would do."""
 
 ROUNDING_DISTANCE = 1e-6
 """Distances below this are float32 rounding and count as equal."""
@@ -90,8 +96,7 @@ def _why_seconds(results: dict[str, Any], row: str, what: str, percent: int) -> 
         cold = _seconds(results, row, "cold", PAPER).get(percent)
         if cold is not None:
             why += f" (our compiled version, without that search: {cold:.2g} s)"
-    own = published.RELEASED_ON_H200.get((row, what), {}).get(percent)
-    return why if own is None else f"{why}; the authors' own code took {own:g} s on an H200"
+    return why
 
 
 def _at_default(results: dict[str, Any], row: str, percent: int, method: str) -> float | None:
@@ -125,21 +130,30 @@ def _speedup(
     return {p: a[p] / b[p] for p in a if p in b}
 
 
+RUNTIME = "paper, section 4.2, paragraph 3, sentence 1"
+SHARDING = "paper, section 4.2, paragraph 3, sentence 2"
+DISTANCE = "paper, section 4.2, paragraph 3, last sentence"
+SHRINKING = "paper, section 3.3, property (ii) below equation 12"
+
+
 def fig1_claims(results: dict[str, Any]) -> list[Claim]:
     claims = []
     for row in (r["name"] for r in results["config"]["rows"]):
         title = ROW_TITLES[row].split(",")[0]
         claims += [
-            _faster(results, row, title, kind, slow, fast, 1.0, "paper, section 4.2")
+            replace(
+                _faster(results, row, title, kind, slow, fast, 1.0, RUNTIME), label="4.2 runtime"
+            )
             for slow, fast in ((PARAMETER_RELEASED, PAPER_RELEASED), (PARAMETER, PAPER))
             for kind in ("warm", "cold")
         ]
+        claims += [_cheaper(results, row, title, name) for name in (PAPER_RELEASED, PAPER)]
         held = [HELD] if _seconds(results, row, "warm", HELD) else []
         claims += [
             _faster(results, row, title, kind, slow, fast, limit, whose)
             for slows, whose in (
-                ((PAPER_RELEASED, PARAMETER_RELEASED), "this library"),
-                ((PAPER, PARAMETER), "this library, against its own compiled rewrite"),
+                ((PAPER_RELEASED, PARAMETER_RELEASED), OURS),
+                ((PAPER, PARAMETER), f"{OURS}, against its own compiled rewrite"),
             )
             for kind, limit, fasts in (
                 ("warm", WARM_FACTOR, (ONE_STEP, *held)),
@@ -149,6 +163,7 @@ def fig1_claims(results: dict[str, Any]) -> list[Claim]:
             for fast in fasts
         ]
         claims += [_sharded(results, row, title), _comparable(results, row, title)]
+        claims.append(_comparable_distance(results, row, title))
         claims += [
             _as_close(results, row, title, "exact"),
             _as_close(results, row, title, "published"),
@@ -177,6 +192,18 @@ def _faster(
     return Claim(text, source, ok, evidence)
 
 
+def _cheaper(results: dict[str, Any], row: str, title: str, name: str) -> Claim:
+    """Whether a warm removal gets cheaper with every step in the number of removed points."""
+    text = f"{title}, warm: {name} takes less time the more points are removed."
+    seconds = _seconds(results, row, "warm", name)
+    ok = None
+    if len(seconds) > 1:
+        line = [seconds[percent] for percent in sorted(seconds)]
+        ok = all(a > b for a, b in itertools.pairwise(line))
+    evidence = ", ".join(f"{t:.3g} s ({p} %)" for p, t in seconds.items())
+    return Claim(text, SHRINKING, verdict(ok), evidence, "3.3 (ii)")
+
+
 def _at_default_precision(results: dict[str, Any], row: str) -> bool:
     _, found = series(results, row, lambda v: v.get("released_precision"))
     return bool(found) and set(found) == {RELEASED_PRECISION}
@@ -194,12 +221,12 @@ def _sharded(results: dict[str, Any], row: str, title: str) -> Claim:
     measured = f"warm, sharded over unsharded: {span(ratios)}" if ratios else ""
     if devices == 1:
         note = "one device here, so the mesh has one place and both run the same program"
-        return Claim(text, "paper, section 4.2", UNKNOWN, f"{note}; {measured}")
+        return Claim(text, SHARDING, UNKNOWN, f"{note}; {measured}", "4.2 sharding")
     cold = _speedup(results, row, "cold", PAPER, SHARDED).values()
     if not cold or not ratios:
-        return Claim(text, "paper, section 4.2", UNKNOWN, measured)
+        return Claim(text, SHARDING, UNKNOWN, measured, "4.2 sharding")
     ok = min(cold) > 1 and min(ratios) > 1
-    return Claim(text, "paper, section 4.2", verdict(ok), measured)
+    return Claim(text, SHARDING, verdict(ok), measured, "4.2 sharding")
 
 
 def _comparable(results: dict[str, Any], row: str, title: str) -> Claim:
@@ -215,9 +242,35 @@ def _comparable(results: dict[str, Any], row: str, title: str) -> Claim:
 
     _, worst = series(results, row, gaps)
     if not worst:
-        return Claim(text, "paper, section 4.2", UNKNOWN, "")
+        return Claim(text, DISTANCE, UNKNOWN, "", "4.2 accuracy")
     ok = max(worst) <= ACCURACY_SLACK
-    return Claim(text, "paper, section 4.2", verdict(ok), f"differences of {span(worst)}")
+    return Claim(text, DISTANCE, verdict(ok), f"differences of {span(worst)}", "4.2 accuracy")
+
+
+def _comparable_distance(results: dict[str, Any], row: str, title: str) -> Claim:
+    text = (
+        f"{title}: both influence methods end close to retraining (within {SMALL_SHARE:g} of the change "
+        f"by the removal) and comparably close (within a factor of {COMPARABLE_FACTOR:g})."
+    )
+
+    def pick(v: dict[str, Any]) -> tuple[float, float]:
+        found = v["distance"]["published"]["published"]
+        return found[PARAMETER], found[PAPER]
+
+    _, pairs = series(results, row, pick)
+    _, changes = series(results, row, lambda v: v.get("change"))
+    if not pairs or len(changes) != len(pairs):
+        return Claim(text, DISTANCE, UNKNOWN, "", "4.2 distance")
+    shares = [max(pair) / change for pair, change in zip(pairs, changes, strict=True)]
+    ratios = [dual / primal for primal, dual in pairs]
+    far = max(max(r, 1 / r) for r in ratios)
+    ok = max(shares) <= SMALL_SHARE and far <= COMPARABLE_FACTOR
+    evidence = (
+        f"parameter space {span([a for a, _ in pairs], '{:.1e}')}, the dual form "
+        f"{span([b for _, b in pairs], '{:.1e}')}, {span(ratios)} times as far; the larger of the two "
+        f"is {span(shares, '{:.2g}')} of the change"
+    )
+    return Claim(text, DISTANCE, verdict(ok), evidence, "4.2 distance")
 
 
 def _as_close(results: dict[str, Any], row: str, title: str, training: str) -> Claim:
@@ -234,13 +287,13 @@ def _as_close(results: dict[str, Any], row: str, title: str, training: str) -> C
 
     xs, worst = series(results, row, excess)
     if not xs:
-        return Claim(text, "this library", UNKNOWN, "")
+        return Claim(text, OURS, UNKNOWN, "")
     lists = {
         n: series(results, row, lambda v, n=n: v["distance"][training]["exact"][n])[1]
         for n in (PARAMETER, PAPER, ONE_STEP, ITERATED)
     }
     evidence = "; ".join(f"{n} {span(d, '{:.1e}')}" for n, d in lists.items())
-    return Claim(text, "this library", verdict(max(worst) <= 1.1), evidence)
+    return Claim(text, OURS, verdict(max(worst) <= 1.1), evidence)
 
 
 def _cnn_distance(results: dict[str, Any], row: str) -> Claim:
@@ -248,6 +301,6 @@ def _cnn_distance(results: dict[str, Any], row: str) -> Claim:
     pick = lambda v: v["distance"]["exact"]["exact"][ONE_STEP]  # noqa: E731
     _, found = series(results, row, pick)
     if not found:
-        return Claim(text, "this library", UNKNOWN, "")
+        return Claim(text, OURS, UNKNOWN, "")
     ok = max(found) <= CNN_DISTANCE
-    return Claim(text, "this library", verdict(ok), f"one step: {span(found, '{:.1e}')}")
+    return Claim(text, OURS, verdict(ok), f"one step: {span(found, '{:.1e}')}")

@@ -1,6 +1,6 @@
 """Shared parts of the experiments: data, losses and sets to forget."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -103,6 +103,19 @@ def forget_sets(
     size = max(1, round(len(pool) * percent / 100))
     rng = np.random.default_rng([seed, percent])
     return [np.sort(rng.choice(pool, size, replace=False)) for _ in range(count)]
+
+
+def forget_by_class(
+    classes: np.ndarray, percents: Mapping[int, Any], seed: int, count: int
+) -> list[np.ndarray]:
+    """`count` random sets, each with `percents[label]` percent of every class `label`."""
+    rng = np.random.default_rng([seed, *(round(10 * share) for share in percents.values())])
+    pools = {label: np.flatnonzero(classes == label) for label in percents}
+    sizes = {label: max(1, round(len(pools[label]) * percents[label] / 100)) for label in pools}
+    return [
+        np.sort(np.concatenate([rng.choice(pools[i], sizes[i], replace=False) for i in pools]))
+        for _ in range(count)
+    ]
 
 
 def fit_exactly(

@@ -7,7 +7,7 @@ from ..compare._networks import Architecture
 
 Scale = Literal["smoke", "paper"]
 SCALES: tuple[Scale, ...] = ("smoke", "paper")
-NAMES = ("fig1", "fig2", "fig3", "fig4", "linear")
+NAMES = ("fig1", "fig2", "fig3", "fig4", "linear", "linear-ten")
 
 
 @dataclass(frozen=True)
@@ -145,9 +145,26 @@ class Fig4(Methods):
     num_queries: int = 10
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Linear(Methods):
-    """Random ReLU features with a ridge on `‖θ‖²`: a model that is linear to begin with.
+    """The linear model of the authors' repository: a readout of random ReLU features, a ridge on `‖θ‖²`.
+
+    - `data`, `num_features`: the points, and the features that replace their pixels.
+    - `training`: gradient descent from a random readout, bias included.
+    - `percentages`: shares of every class to remove.
+    - `repeats`: timed calls of every method after its first.
+    """
+
+    data: Data
+    num_features: int
+    training: Training
+    percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
+    repeats: int = 5
+
+
+@dataclass(frozen=True)
+class LinearTen(Methods):
+    """Ten classes on random ReLU features with a ridge on `‖θ‖²`, trained to the optimum: our addition.
 
     - `data`: the points whose features are used.
     - `num_features`: their number.
@@ -161,7 +178,78 @@ class Linear(Methods):
     percentages: tuple[int, ...] = (10, 30, 50, 70, 90)
 
 
-Config = Fig1 | Fig2 | Fig3 | Fig4 | Linear
+@dataclass(frozen=True, kw_only=True)
+class Minibatches:
+    """Descent with minibatches, momentum and a rate that decays.
+
+    - `loss`, `ridge`, `rate`, `epochs`, `momentum`: as in `Training`.
+    - `batch_size`: points of a batch; `None` for all of them.
+    - `decay_steps`, `decay_rate`: after every `decay_steps` steps the rate is `decay_rate` times as large.
+    """
+
+    loss: Literal["softmax", "squared"]
+    ridge: float
+    rate: float
+    epochs: int
+    momentum: float = 0.0
+    batch_size: int | None = None
+    decay_steps: int = 1
+    decay_rate: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own(Methods):
+    """An experiment of one's own.
+
+    - `data`, `network`, `training`: the model and its training.
+    - `forget`: sets to forget; each names classes and the percentage of each that goes.
+    - `linearised`: train the linearisation of the network instead of the network.
+    - `repeats`: timed calls of every method after its first.
+    """
+
+    data: Data
+    network: Architecture
+    training: Minibatches
+    forget: tuple[tuple[tuple[int, float], ...], ...]
+    linearised: bool = False
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        check_kinds(self.network.kind, self.training.loss)
+        if len(self.data.classes) < 2:
+            raise ValueError("experiment: at least two classes are needed, e.g. (3, 8).")
+        if self.data.two_class and self.training.loss == "softmax":
+            raise ValueError(
+                "experiment: two classes become one output with targets -1/+1, which softmax cannot take. "
+                "Choose loss='squared', or a third class."
+            )
+        if not self.forget:
+            raise ValueError("experiment: name at least one set to forget, e.g. ((3, 10.0),).")
+        for label, percent in (pair for each in self.forget for pair in each):
+            if label not in self.data.classes:
+                raise ValueError(
+                    f"experiment: cannot forget class {label}; the data have {self.data.classes}."
+                )
+            if not 0 < percent < 100:
+                raise ValueError(
+                    f"experiment: percentages must lie between 0 and 100, got {percent:g}."
+                )
+
+
+def check_kinds(network: str, loss: str) -> None:
+    """An error for a network or a loss that there is not."""
+    for what, value, choices in (
+        ("network", network, ("fcnn", "cnn")),
+        ("loss", loss, ("squared", "softmax")),
+    ):
+        if value not in choices:
+            raise ValueError(f"experiment: {what} must be one of {choices}, got {value!r}.")
+
+
+OWN = "own"
+"""Name of the results of an experiment of one's own."""
+
+Config = Own | Fig1 | Fig2 | Fig3 | Fig4 | Linear | LinearTen
 
 DIGITS = tuple(range(10))
 SMOKE_PERCENTAGES = (10, 50, 90)
@@ -239,8 +327,18 @@ CONFIGS: dict[tuple[str, str], Config] = {
     ("fig4", "smoke"): _wide(
         Data("mnist-small", DIGITS, 40, 20), Data("cifar10", (0, 1), 12, 20), epochs=2000
     ),
-    ("linear", "paper"): Linear(_MNIST, 20000, 1e-2),
+    ("linear", "paper"): Linear(
+        data=_THREE_EIGHT, num_features=20000, training=Training("squared", 1e-3, 1.0, 10000)
+    ),
     ("linear", "smoke"): Linear(
+        data=_SMALL_THREE_EIGHT,
+        num_features=2000,
+        training=Training("squared", 1e-3, 1.0, 10000),
+        percentages=SMOKE_PERCENTAGES,
+        repeats=2,
+    ),
+    ("linear-ten", "paper"): LinearTen(_MNIST, 20000, 1e-2),
+    ("linear-ten", "smoke"): LinearTen(
         Data("mnist-small", DIGITS, 12, 20),
         2000,
         1e-2,
@@ -253,7 +351,8 @@ CONFIGS: dict[tuple[str, str], Config] = {
 def configure(name: str, scale: str, overrides: dict[str, Any] | None = None) -> Config:
     """The configuration of an experiment, with some fields replaced.
 
-    `epochs` reaches every training in it. A field that the experiment does not have is skipped, so that
+    `epochs` reaches every training in it, and `per_class` the training points of every class. A field
+    that the experiment does not have is skipped, so that
     one set of overrides works for all experiments.
     """
     if name not in NAMES:
@@ -264,18 +363,36 @@ def configure(name: str, scale: str, overrides: dict[str, Any] | None = None) ->
         raise ValueError(f"reproduce: scale must be one of {SCALES}, got {scale!r}.")
     config = CONFIGS[name, scale]
     given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    epochs = given.pop("epochs", None)
+    epochs, per_class = given.pop("epochs", None), given.pop("per_class", None)
     known = {field.name for field in fields(config)}
     config = replace(config, **{key: value for key, value in given.items() if key in known})
     percentages = getattr(config, "percentages", (50,))
     if not percentages or not all(0 < percent < 100 for percent in percentages):
         raise ValueError(f"reproduce: percentages must lie between 1 and 99, got {percentages}.")
-    if epochs is None:
-        return config
+    if per_class is not None:
+        config = _with_data(config, per_class)
+    return config if epochs is None else _with_epochs(config, epochs)
+
+
+def _with_data(config: Config, per_class: int) -> Config:
+    """The configuration with that many training points of each class."""
+    fewer = lambda data: replace(data, per_class_train=per_class)  # noqa: E731
+    if isinstance(config, Fig1 | Fig4):
+        rows = tuple(replace(row, data=fewer(row.data)) for row in config.rows)
+        return replace(config, rows=rows)
+    return replace(config, data=fewer(config.data))
+
+
+def _with_epochs(config: Config, epochs: int) -> Config:
+    """The configuration with that many epochs in every training."""
     if isinstance(config, Fig1 | Fig4):
         rows = tuple(replace(r, training=replace(r.training, epochs=epochs)) for r in config.rows)
         return replace(config, rows=rows)
-    return config if isinstance(config, Linear) else replace(config, epochs=epochs)
+    if isinstance(config, Linear):
+        return replace(config, training=replace(config.training, epochs=epochs))
+    if isinstance(config, LinearTen | Own):
+        return config
+    return replace(config, epochs=epochs)
 
 
 def as_json(config: Config) -> dict[str, Any]:

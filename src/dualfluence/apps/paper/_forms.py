@@ -67,7 +67,7 @@ class PaperDirect(AbstractPaperForm):
     """Eq. 12, reduced to the retained points: `K_rr W K_rr + λK_rr` is formed and solved directly.
 
     - `rtol`: relative residual that counts as solved. By default the root of the dtype's precision:
-      at a small ridge the condition number is nearly squared, which costs half of the digits.
+      at a small ridge the condition number is about that of `K` squared, which costs half of the digits.
     """
 
     rtol: float | None = None
@@ -75,7 +75,7 @@ class PaperDirect(AbstractPaperForm):
     def solve(
         self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
     ) -> FormSolution:
-        keep, gone = _split(before, after)
+        keep, gone = split_removal(before, after)
         K_rr = DenseOperator(_slice(op, keep).dense(), op.num_outputs)
         rhs = _reduced_rhs(op, before, after, state, jnp.asarray(keep), jnp.asarray(gone))
         mass, rows = _retained_mass(before, keep, rhs.dtype), jnp.asarray(keep)
@@ -108,7 +108,7 @@ class PaperCG(AbstractPaperForm):
     def solve(
         self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
     ) -> FormSolution:
-        keep, gone = _split(before, after)
+        keep, gone = split_removal(before, after)
         rows = jnp.asarray(keep)
         rhs = _reduced_rhs(op, before, after, state, rows, jnp.asarray(gone))
         mass, rtol = _retained_mass(before, keep, rhs.dtype), jnp.asarray(self.rtol, rhs.dtype)
@@ -142,14 +142,14 @@ class PaperFull(AbstractPaperForm):
     def solve(
         self, op: AbstractKernelOperator, before: Problem, after: Problem, state: State
     ) -> FormSolution:
-        keep, _ = _split(before, after)
+        keep, _ = split_removal(before, after)
         mass = _retained_mass(before, keep, state.alpha.dtype)
         rtol = jnp.asarray(self.rtol, state.alpha.dtype)
         found = _full_cg(op, before, after, state, mass, rtol, self.max_steps)
         return _after_cg(found, found.x, products=6, rtol=self.rtol)
 
 
-def _split(before: Problem, after: Problem) -> tuple[np.ndarray, np.ndarray]:
+def split_removal(before: Problem, after: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Positions kept and removed; an error if the edit is anything but a removal."""
     old, new = np.asarray(before.weights), np.asarray(after.weights)
     gone = np.flatnonzero((new == 0) & (old > 0))

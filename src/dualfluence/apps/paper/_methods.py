@@ -12,8 +12,17 @@ from jaxtyping import PyTree
 from ...fitted._fitted import Fitted
 from ...problem._edits import Remove
 from ..compare._methods import MAKERS, Method, TrainedCase, in_data_space, read_out
-from ..compare._names import COMPARED, HELD, PAPER, PAPER_RELEASED, PARAMETER_RELEASED, SHARDED
+from ..compare._names import (
+    COMPARED,
+    FULL_HESSIAN,
+    HELD,
+    PAPER,
+    PAPER_RELEASED,
+    PARAMETER_RELEASED,
+    SHARDED,
+)
 from ._forms import PaperCG
+from ._full_data import FullDataHessian
 from ._released import released_dual, released_parameter_space
 from ._remove import remove
 
@@ -36,8 +45,20 @@ def in_paper_form(trained: TrainedCase, mesh: Mesh | None = None) -> Method:
     return method
 
 
+def with_full_hessian(trained: TrainedCase) -> Method:
+    """A removal with the Hessian of all points, parameters included."""
+    settings = trained.settings
+    form = FullDataHessian(settings.cg_steps, settings.cg_rtol)
+
+    def method(gone: np.ndarray) -> tuple[PyTree, dict[str, Any]]:
+        return read_out(remove(trained.base, Remove(gone), form=form, on_failure="report"))
+
+    return method
+
+
 ALL_MAKERS: dict[str, Callable[[TrainedCase], Method]] = MAKERS | {
     PAPER: in_paper_form,
+    FULL_HESSIAN: with_full_hessian,
     SHARDED: lambda trained: in_paper_form(trained, device_mesh()),
 }
 

@@ -1,15 +1,11 @@
 """The paper's figures, drawn only from the JSON files."""
 
-from collections.abc import Callable
-from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import matplotlib
 import matplotlib.figure
 import numpy as np
 
-from ..._support.files import write_whole
 from ..compare._look import COLOURS, PUBLISHED, SCALE, STYLES
 from ..compare._names import (
     COMPARED,
@@ -47,18 +43,6 @@ DPI = 150
 """Dots per inch of the figures; with twice this value, the report takes four times the bytes."""
 
 
-def draw(results: dict[str, Any], folder: Path) -> Path:
-    """Draw the figure of one results file as `<experiment>.png`."""
-    name = results["experiment"]
-    with matplotlib.rc_context(FONTS):
-        figure = DRAWERS[name](results)
-        buffer = BytesIO()
-        figure.savefig(buffer, dpi=DPI, format="png")
-    path = folder / f"{name}.png"
-    write_whole(path, buffer.getvalue())
-    return path
-
-
 def caption(results: dict[str, Any]) -> str:
     """The source of the numbers, for the foot of a figure."""
     env = results["environment"]
@@ -73,7 +57,9 @@ def caption(results: dict[str, Any]) -> str:
     return "  ·  ".join(parts)
 
 
-def _new(results: dict[str, Any], rows: int, cols: int, width: float, height: float, title: str):
+def new_figure(
+    results: dict[str, Any], rows: int, cols: int, width: float, height: float, title: str
+):
     figure = Figure(figsize=(width * cols, height * rows + 1.1), layout="constrained")
     engine = figure.get_layout_engine()
     if engine is not None:
@@ -88,17 +74,17 @@ def _new(results: dict[str, Any], rows: int, cols: int, width: float, height: fl
     return figure, axes
 
 
-def _legend(figure: Figure, names: list[str], extra: list[Line2D], columns: int) -> None:
+def put_legend(figure: Figure, names: list[str], extra: list[Line2D], columns: int) -> None:
     handles = [Line2D([], [], label=name, **STYLES[name]) for name in names]
     figure.legend(handles=[*handles, *extra], loc="outside lower center", ncols=columns)
 
 
-def _percent_axis(axis: Axes, percentages: list[int]) -> None:
+def percent_axis(axis: Axes, percentages: list[int]) -> None:
     axis.set_xlabel("removed points (%)")
     axis.set_xticks(percentages)
 
 
-def _line(axis: Axes, name: str, xs: list[int], ys: list[float], **more: Any) -> None:
+def draw_line(axis: Axes, name: str, xs: list[int], ys: list[float], **more: Any) -> None:
     if xs:
         axis.plot(xs, ys, **{"linewidth": 1.5, "markersize": 6} | STYLES[name] | more)
 
@@ -113,12 +99,14 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
     """Two rows of four panels: cold and warm runtime, distance, forget accuracy."""
     rows = [row["name"] for row in results["config"]["rows"]]
     percentages = results["config"]["percentages"]
-    figure, axes = _new(results, len(rows), 4, 3.7, 3.1, "Unlearning from linearised networks")
+    figure, axes = new_figure(
+        results, len(rows), 4, 3.7, 3.1, "Unlearning from linearised networks"
+    )
     for (cold, warm, distance, accuracy), row in zip(axes, rows, strict=True):
         known = published.FIG1.get(row, {})
         for name in (*RELEASED, *COMPARED):
             pick = lambda v, n=name: v["cold_seconds"].get(n)  # noqa: E731
-            _line(cold, name, *series(results, row, pick, "/cold"))
+            draw_line(cold, name, *series(results, row, pick, "/cold"))
         for name in (*RELEASED, *COMPARED, HELD):
             xs, times = series(results, row, lambda v, n=name: v["warm_seconds"].get(n))
             if xs:
@@ -129,10 +117,10 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
                 if base == "exact" and name == RANDOM:
                     continue
                 pick = lambda v, n=name, b=base: v["distance"][b][b].get(n)  # noqa: E731
-                _line(distance, name, *series(results, row, pick), **look)
+                draw_line(distance, name, *series(results, row, pick), **look)
         for name in (RETRAINED, *COMPARED, RANDOM):
             pick = lambda v, n=name: v["accuracy"]["published"][n]["forgotten"]  # noqa: E731
-            _line(accuracy, name, *series(results, row, pick))
+            draw_line(accuracy, name, *series(results, row, pick))
         if results["scale"] == "paper":
             for axis, key in ((cold, "cold dual"), (warm, "warm dual"), (distance, "distance dual"),
                               (accuracy, "forget accuracy")):  # fmt: skip
@@ -148,7 +136,7 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
         )
         accuracy.set(title="accuracy on the\nforgotten points", ylabel="accuracy")
         for axis in (cold, warm, distance, accuracy):
-            _percent_axis(axis, percentages)
+            percent_axis(axis, percentages)
     extra = [
         Line2D([], [], color="#444444", label="trained and retrained as published"),
         Line2D([], [], color="#444444", linestyle="--", marker="o", mfc="white",
@@ -158,13 +146,13 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
         extra.append(Line2D([], [], label="published (two RTX 3080 Ti)", **PUBLISHED))
     held = any(HELD in p["values"].get("warm_seconds", {}) for p in results["pieces"].values())
     names = [*COMPARED, *[HELD] * held, *RELEASED, RANDOM, RETRAINED]
-    _legend(figure, names, extra, 4)
+    put_legend(figure, names, extra, 4)
     return figure
 
 
 def draw_fig2(results: dict[str, Any]) -> Figure:
     """Four panels over epochs, one colour per ridge."""
-    figure, axes = _new(results, 1, 4, 3.9, 3.4, "A network beside its linearisation")
+    figure, axes = new_figure(results, 1, 4, 3.9, 3.4, "A network beside its linearisation")
     distance, rmse, accuracy, gradient = axes[0]
     handles = []
     for ridge, colour in zip(results["config"]["ridges"], SCALE, strict=False):
@@ -199,7 +187,7 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
         handles.append(Line2D([], [], label="other initialisations", **OTHER_SEEDS))
     if results["scale"] == "paper":
         handles.append(Line2D([], [], label="published, last epoch", **PUBLISHED))
-    _legend(figure, [], handles, 8)
+    put_legend(figure, [], handles, 8)
     return figure
 
 
@@ -219,14 +207,18 @@ def draw_fig3(results: dict[str, Any]) -> Figure:
     """Distance and forget accuracy, one row per ridge."""
     ridges, percentages = results["config"]["ridges"], results["config"]["percentages"]
     names = [*COMPARED, TANGENT, RANDOM]
-    figure, axes = _new(results, len(ridges), 2, 5.0, 3.2, "Unlearning from a nonlinear network")
+    figure, axes = new_figure(
+        results, len(ridges), 2, 5.0, 3.2, "Unlearning from a nonlinear network"
+    )
     for (distance, accuracy), ridge in zip(axes, ridges, strict=True):
         prefix = f"ridge/{ridge:g}"
         for name in names:
-            _line(distance, name, *series(results, prefix, lambda v, n=name: v["distance"].get(n)))
+            draw_line(
+                distance, name, *series(results, prefix, lambda v, n=name: v["distance"].get(n))
+            )
         for name in (RETRAINED, *names):
             pick = lambda v, n=name: v["accuracy"][n]["forgotten"]  # noqa: E731
-            _line(accuracy, name, *series(results, prefix, pick))
+            draw_line(accuracy, name, *series(results, prefix, pick))
         if results["scale"] == "paper":
             _stars(distance, published.FIG3.get(ridge), percentages)
         distance.set(
@@ -234,11 +226,11 @@ def draw_fig3(results: dict[str, Any]) -> Figure:
         )
         accuracy.set(title=f"λ = {ridge:g}: forgotten points", ylabel="accuracy")
         for axis in (distance, accuracy):
-            _percent_axis(axis, percentages)
+            percent_axis(axis, percentages)
     extra = []
     if results["scale"] == "paper":
         extra = [Line2D([], [], label="published, dual form", **PUBLISHED)]
-    _legend(figure, [*names, RETRAINED], extra, 4)
+    put_legend(figure, [*names, RETRAINED], extra, 4)
     return figure
 
 
@@ -253,7 +245,7 @@ def draw_fig4(results: dict[str, Any]) -> Figure:
     """Estimated against actual changes of outputs and losses; both ways of training."""
     rows = [row["name"] for row in results["config"]["rows"]]
     title = "Infinitely wide networks: estimated against actual change, half of each class removed"
-    figure, axes = _new(results, len(rows), 4, 3.7, 3.5, title)
+    figure, axes = new_figure(results, len(rows), 4, 3.7, 3.5, title)
     for line, row in zip(axes, rows, strict=True):
         for pair, training in ((line[:2], "published"), (line[2:], "exact")):
             found = values(results, f"{row}/{training}")
@@ -291,38 +283,3 @@ def _diagonal(axis: Axes) -> None:
     axis.plot([low, high], [low, high], color="#000000", linewidth=0.8, zorder=0)
     axis.set(xlim=(low, high), ylim=(low, high + 0.45 * (high - low)))
     axis.ticklabel_format(style="sci", scilimits=(-2, 3), axis="both")
-
-
-def draw_linear(results: dict[str, Any]) -> Figure:
-    """Distances for both losses of a model that is linear."""
-    percentages = results["config"]["percentages"]
-    count = results["config"]["num_features"]
-    figure, axes = _new(results, 1, 2, 5.4, 3.6, f"A linear model: {count} random ReLU features")
-    titles = {"softmax": "softmax cross-entropy", "squared": "squared error"}
-    for axis, (loss, title) in zip(axes[0], titles.items(), strict=True):
-        for name in COMPARED:
-            _line(axis, name, *series(results, loss, lambda v, n=name: v["distance"].get(n)))
-        xs, ys = series(results, loss, lambda v: v["dual_against_parameter_space"])
-        if xs:
-            axis.plot(xs, ys, color="#000000", linestyle=":", marker="+")
-        xs, ys = series(results, loss, lambda v: v["change"])
-        if xs:
-            axis.plot(xs, ys, color="#777777", linestyle="--")
-        axis.set(title=title, ylabel="relative parameter distance", yscale="log")
-        _percent_axis(axis, percentages)
-    extra = [
-        Line2D([], [], color="#000000", linestyle=":", marker="+",
-               label="our step against parameter space"),
-        Line2D([], [], color="#777777", linestyle="--", label="change by the removal itself"),
-    ]  # fmt: skip
-    _legend(figure, list(COMPARED), extra, 3)
-    return figure
-
-
-DRAWERS: dict[str, Callable[[dict[str, Any]], matplotlib.figure.Figure]] = {
-    "fig1": draw_fig1,
-    "fig2": draw_fig2,
-    "fig3": draw_fig3,
-    "fig4": draw_fig4,
-    "linear": draw_linear,
-}

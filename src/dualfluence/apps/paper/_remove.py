@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..._support.options import Clock
+from ..._support.wide import in_own_precision
 from ...dual._newton import inspect_jit, op_mv
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update
@@ -17,6 +18,7 @@ from ._forms import REMOVE_ALONE, AbstractPaperForm, FormSolution, PaperCG
 PAPER_CG = PaperCG()
 
 
+@in_own_precision
 def remove(
     fitted: Fitted,
     edits: AbstractEdit | Sequence[AbstractEdit],
@@ -34,8 +36,9 @@ def remove(
 
     - `fitted`: a model at its optimum.
     - `edits`: `Remove`, or several in a list. The paper's systems are only for removals.
-    - `form`: `PaperCG` (eq. 12 by conjugate gradients), `PaperDirect` (eq. 12 by a direct solve) or
-      `PaperFull` (eq. 5 by conjugate gradients).
+    - `form`: `PaperCG` (eq. 12 by conjugate gradients), `PaperDirect` (eq. 12 by a direct solve),
+      `PaperFull` (eq. 5 by conjugate gradients) or `FullDataHessian` (the Hessian of all points, an
+      approximation for small removals).
     - `on_failure`: `"report"` returns an answer that missed its tolerance, marked in `stats`.
 
     **Returns:** an `Update`, as `Fitted.edit` does.
@@ -65,8 +68,8 @@ def remove(
 def _check_options(form: Any, on_failure: Any) -> None:
     if not isinstance(form, AbstractPaperForm):
         raise TypeError(
-            f"remove: form must be PaperCG, PaperDirect or PaperFull, got {form!r}. The solvers of "
-            "this library are options of Fitted.edit."
+            "remove: form must be PaperCG, PaperDirect, PaperFull or FullDataHessian, got "
+            f"{form!r}. The solvers of this library are options of Fitted.edit."
         )
     if on_failure not in ("raise", "report"):
         raise ValueError(f"remove: on_failure must be 'raise' or 'report', got {on_failure!r}.")

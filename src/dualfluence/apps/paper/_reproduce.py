@@ -12,9 +12,9 @@ from ... import datasets
 from ..._support.files import check_writable
 from ..._support.options import ProgressFn
 from ...datasets._files import given_folder
-from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear
+from . import _run_fig1, _run_fig2, _run_fig3, _run_fig4, _run_linear, _run_linear_ten, _run_own
 from ._common import Context, LoadFn
-from ._config import NAMES, Config, Fig1, Fig4, configure
+from ._config import NAMES, OWN, Config, Fig1, Fig4, Own, configure
 from ._results import OutOfBudget, ResultsFolder, Run, read_results
 
 RUNNERS: dict[str, Callable[[Any, Context], None]] = {
@@ -23,6 +23,8 @@ RUNNERS: dict[str, Callable[[Any, Context], None]] = {
     "fig3": _run_fig3.run,
     "fig4": _run_fig4.run,
     "linear": _run_linear.run,
+    "linear-ten": _run_linear_ten.run,
+    OWN: _run_own.run,
 }
 
 
@@ -44,8 +46,9 @@ def reproduce(
 
     **Arguments:**
 
-    - `name`: `"fig1"` to `"fig4"`, `"linear"` or `"all"`. `"all"` runs everything for which the data
-      are present and reports what it leaves out. A single experiment needs all its data.
+    - `name`: `"fig1"` to `"fig4"`, `"linear"`, `"linear-ten"` or `"all"`. `"all"` runs
+      everything for which the data are present and reports what it leaves out. A single experiment
+      needs all its data.
     - `scale`: `"paper"` for the published settings, `"smoke"` for a run of minutes on two cores.
     - `out`: folder for `<name>.json`, `<name>.png` and `report.html`.
     - `data_dir`: folder with MNIST and CIFAR-10; see `datasets.load`.
@@ -90,6 +93,43 @@ def reproduce(
     _draw(folder, names if plots_only else [], progress)
     _report(folder, progress)
     return complete
+
+
+def experiment(
+    config: Own,
+    *,
+    out: str | Path = "results",
+    data_dir: str | Path | None = None,
+    resume: bool = False,
+    seed: int = 0,
+    budget: float | None = None,
+    progress: bool | ProgressFn = True,
+    load: LoadFn = datasets.load,
+) -> bool:
+    """Run an experiment of one's own with the machinery of the paper's figures.
+
+    It trains the network, retrains it without every set to forget, and compares parameter space, the
+    paper's dual form with the exact Hessian and with that of all points, and ours.
+
+    **Arguments:**
+
+    - `config`: the network, data, training and sets to forget.
+    - `out`: folder for `own.json`, `own.png` and `report.html`.
+    - the rest: as in `reproduce`.
+
+    **Returns:** whether it is complete.
+    """
+    if not isinstance(config, Own):
+        raise TypeError(f"experiment: config must be an Own, got {type(config).__name__}.")
+    folder = Path(out)
+    check_writable(folder / f"{OWN}.json")
+    if load is datasets.load:
+        _check_data({OWN: config}, data_dir, progress, may_miss=False)
+    run = Run(ResultsFolder(folder, resume=resume, budget=budget), OWN, "own", config, seed)
+    _execute(run, config, Context(run, seed, progress, data_dir, load))
+    _draw(folder, [OWN], progress)
+    _report(folder, progress)
+    return run.complete
 
 
 def _execute(run: Run, config: Config, context: Context) -> None:
@@ -138,7 +178,7 @@ def _runnable(config: Config, missing: dict[str, str]) -> tuple[Config | None, t
 
 
 def _draw(folder: Path, names: Any, progress: bool | ProgressFn) -> None:
-    from ._plots import draw  # needs matplotlib, the `cli` extra
+    from ._draw import draw  # needs matplotlib, the `cli` extra
 
     for name in names:
         results = read_results(folder, name)

@@ -7,6 +7,7 @@ from typing import Any
 HOLDS, FAILS, UNKNOWN = "holds", "does not hold", "not measured"
 PARTLY = "holds where measured"
 UNDECIDED = "not decided at this precision"
+OURS = "this library"
 FACTOR = 2.0
 """Published and measured values whose ratio is larger than this are explained."""
 
@@ -40,15 +41,17 @@ class Claim:
     """A claim, and whether the numbers support it.
 
     - `text`: the claim.
-    - `source`: the paper or this library.
+    - `source`: the place in the paper, or this library.
     - `verdict`: one of `HOLDS`, `FAILS`, `PARTLY`, `UNDECIDED`, `UNKNOWN`.
     - `evidence`: the numbers.
+    - `label`: the item of the paper that it judges, as the table of the results page names it.
     """
 
     text: str
     source: str
     verdict: str
     evidence: str
+    label: str = ""
 
 
 def verdict(ok: bool | None) -> str:
