@@ -7,12 +7,21 @@
 import json
 import re
 import sys
+import tomllib
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/methods.md", "docs/unlearning.md", "docs/howto/choose.md")
+RESULTS = ROOT / "docs" / "results"
+PAGES = (
+    "README.md",
+    "docs/methods.md",
+    "docs/unlearning.md",
+    "docs/howto/choose.md",
+    "docs/results.md",
+)
 BLOCK = re.compile(r"(<!-- numbers: ([a-z-]+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
 
 
@@ -178,6 +187,57 @@ def forgetting_network() -> str:
     return forgetting("network", names)
 
 
+def paper() -> str:
+    """Every item of the paper, where it is here, and its verdict."""
+    rows = [
+        [item["label"], item["what"], item["here"], verdict_of(item), item.get("differs", "")]
+        for item in paper_items()
+    ]
+    return table("| paper | what it says | here | verdict | what differs, and why |", rows)
+
+
+def paper_items() -> list[dict[str, Any]]:
+    return tomllib.loads((RESULTS / "paper.toml").read_text())["item"]
+
+
+def verdict_of(item: dict[str, Any]) -> str:
+    """From the tests it names, the settings of a record, or the verdicts of claims on records."""
+    if "tests" in item:
+        return "tested"
+    if "record" in item:
+        found = json.loads((RESULTS / f"{item['record']}.json").read_text())
+        if differing(found, item["equals"]):
+            return "differs"
+        return "recorded" if item["equals"] == {"complete": True} else "as published"
+    verdicts = [c.verdict for c in all_claims() if c.label in item["claims"]]
+    counted = [f"{v}: {verdicts.count(v)}" for v in dict.fromkeys(verdicts)]
+    return ", ".join(counted) if len(counted) > 1 else verdicts[0] if verdicts else "not measured"
+
+
+def differing(found: Any, equals: dict[str, Any]) -> list[str]:
+    """The settings of a record, by path, that are not as they should be."""
+    wrong = []
+    for path, want in equals.items():
+        value = found
+        for part in path.split("."):
+            value = value[int(part) if isinstance(value, list) else part]
+        if value != want:
+            wrong.append(path)
+    return wrong
+
+
+@cache
+def all_claims() -> list[Any]:
+    """The claims on every record in `docs/results`."""
+    from dualfluence.apps.paper._claims import CLAIMS
+
+    found = []
+    for name, judge in CLAIMS.items():
+        path = RESULTS / f"{name}.json"
+        found += judge(json.loads(path.read_text())) if path.exists() else []
+    return found
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "core": core,
     "steps": steps,
@@ -186,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "lds": lds,
     "forgetting-linearised": forgetting_linearised,
     "forgetting-network": forgetting_network,
+    "paper": paper,
 }
 
 
