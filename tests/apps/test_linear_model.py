@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence._support.wide import types_of_64_bits
+from dualfluence._support.compile import types_of_64_bits
 from dualfluence.apps.compare._methods import Settings, TrainedCase
 from dualfluence.apps.compare._names import ITERATED, ONE_STEP, PAPER, PARAMETER, RETRAINED
 from dualfluence.apps.paper import remove

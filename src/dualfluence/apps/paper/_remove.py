@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ..._support.compile import in_own_precision
 from ..._support.options import Clock
-from ..._support.wide import in_own_precision
 from ...dual._newton import inspect_jit, op_mv
 from ...fitted._fitted import Fitted
 from ...fitted._update import Update

@@ -10,11 +10,11 @@ from jaxtyping import Array, Float
 
 from ... import metrics
 from ..._support.compile import filter_jit
-from ..._support.progress import Ticker
+from ..._support.options import Ticker
 from ...fitted._fitted import Fitted
 from ...fitted._from_trained import from_trained
+from ...fitted._options import KernelOptions
 from ...kernels._linearized import linearize
-from ...models._options import KernelOptions
 from ..compare._methods import Settings, TrainedCase
 from ..compare._names import ITERATED, ONE_STEP, PAPER, PARAMETER, RANDOM, RETRAINED
 from ..compare._timing import time_call

@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from ... import metrics
-from ..._support.progress import ProgressFn, Ticker
-from ..._support.trees import tree_norm
+from ..._support.options import ProgressFn, Ticker
+from ..._support.points import tree_norm
 from ...fitted._fitted import Fitted
 from ...fitted._from_trained import from_trained
 from ...kernels._linearized import Linearized, linearize
