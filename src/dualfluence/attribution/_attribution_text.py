@@ -29,6 +29,7 @@ h2{font-size:1.15rem;font-weight:600;margin:0 0 .4rem}h2 small{color:var(--soft)
 ol{list-style:none;margin:0;padding:0}li{border-bottom:1px solid var(--line);padding:.45rem 0}
 .head{display:flex;gap:.6rem;align-items:center;color:var(--soft);font-size:.8rem;
 font-variant-numeric:tabular-nums}
+.head span:first-child{min-width:3.2rem}.head span:last-child{min-width:4.2rem;text-align:right}
 .bar{flex:1;height:.35rem;background:var(--line);border-radius:.2rem;overflow:hidden}
 .bar i{display:block;height:100%}
 .good .bar i{background:rgb(var(--good))}.bad .bar i{background:rgb(var(--bad))}
@@ -53,7 +54,9 @@ def text_page(
     shown = _Sentences(result, texts, queries, decode, names)
     top = result.top(k)
     parts = [_section(shown, top, q) for q in range(result.num_queries)]
-    unit = "" if result.unit is None else f" The numbers are the {html.escape(result.unit)}."
+    unit = "rank the sentences of one query and have no unit"
+    if result.unit is not None:
+        unit = f"say how much the {html.escape(result.of)} changes without the sentence"
     shade = (
         "Shading divides a score among the tokens of its sentence: blue tokens helped, orange ones harmed. "
         if shown.has_parts
@@ -67,7 +70,7 @@ def text_page(
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{title}</title><style>{STYLE}</style></head><body><h1>{title}</h1>"
         "<p><b>Helpful</b> sentences made the model say this: without them it would be less likely. "
-        f"<b>Harmful</b> ones spoke against it. {shade}{unit}</p>"
+        f"<b>Harmful</b> ones spoke against it. {shade}The numbers {unit}.</p>"
         f'{"".join(parts)}<p class="note">{notes}</p></body></html>\n'
     )
 
