@@ -31,7 +31,7 @@ LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
 PAGES = sorted(p for p in DOCS.rglob("*.md") if "_build" not in p.parts)
 ILLUSTRATED = {"adapters.md"}
 """Pages whose lines need frameworks and a reader's own model; `tests/adapters` runs such lines."""
-LONG = {"clean.md", "inputs.md", "penalty.md"}
+LONG = {"clean.md", "inputs.md", "penalty.md", "text.md"}
 
 NAMESPACES = public_namespaces()
 

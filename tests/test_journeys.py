@@ -99,6 +99,26 @@ def test_a_page(tmp_path, page):
             assert float(one[1]) == pytest.approx(float(other[1]), abs=0.1), narrow
 
 
+@pytest.mark.thorough
+def test_sentences_that_taught_it_are_those_without_which_it_says_something_else(tmp_path):
+    """Its numbers: parts of words sum to scores on the page, and retraining agrees with the ranking."""
+    printed = journey(tmp_path, DOCS / "tutorials" / "sentences.md", 32)
+    everyone = float(re.search(r"with all sentences: loss (\S+)", printed)[1])
+    without = dict(re.findall(r"without the (.+): loss (\S+)", printed))
+    losses = {name: float(loss) for name, loss in without.items()}
+    assert losses["ten most helpful"] > max(
+        everyone, losses["ten at random"], losses["ten with most words in common"]
+    )
+    assert losses["ten most helpful"] > 1.5 * losses["ten at random"]
+    page = (tmp_path / "sentences.html").read_text()
+    first = re.search(r"^helpful\n +(\S+) ", printed, re.MULTILINE)[1]
+    shown = re.search(r'<div class="good">.*?<span>([+-]\d\S*)</span>', page)[1]
+    assert float(shown) == pytest.approx(float(first), abs=0.006)
+    item = page.split('<div class="good">')[1].split("</li>")[0]
+    parts = [float(v) for v in re.findall(r'<mark title="(\S+)"', item)]
+    assert sum(parts) == pytest.approx(float(shown), rel=0.02)
+
+
 POINTS = """
 import jax, numpy as np
 rng = np.random.default_rng(0)
@@ -149,6 +169,7 @@ for _ in range(3):
         """
 import copy, torch, dualfluence as dfl
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+class tokenizer: decode = staticmethod(lambda ids: f" {ids[0]}")
 torch.manual_seed(0)
 folder, names = "tiny", None
 sizes = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2}

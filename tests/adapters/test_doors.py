@@ -201,3 +201,20 @@ def _arguments(call):
         return inspect.signature(call).parameters
     except (TypeError, ValueError):
         return ()
+
+
+def test_a_module_in_place_of_a_function_is_said():
+    from flax import nnx
+
+    made = type("Module", (), {"__module__": "torch.nn.modules.module"})
+    call = {"__module__": "transformers", "__call__": lambda self, x: x}
+    torch_like = type("Llama", (made,), call)()
+    for module, door in (
+        (torch_like, "from_torch"),
+        (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), "from_nnx"),
+    ):
+        said = rf"expected apply_fn\(params, x\), got the module \w+\. Give dualfluence\.adapters\.{door}"
+        with pytest.raises(TypeError, match=f"linearize: {said}"):
+            dfl.linearize(module, {})
+        with pytest.raises(TypeError, match=f"Trajectory: {said}"):
+            dfl.attribution.Trajectory(module, [{}], [1], 0.1)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sequences import IGNORED, brute_force
 
 import cases
 import dualfluence as dfl
@@ -81,6 +82,20 @@ def test_a_causal_model_in_three_lines(tmp_path):
     np.testing.assert_allclose(again.values, scores.values, rtol=1e-3, atol=1e-4)
 
 
+def test_scores_of_a_causal_model_are_brute_force(tmp_path):
+    model = causal(tmp_path).double()
+    x, y = dfl.adapters.tokenised(rows(), causal=True)
+    y[N] = np.where(np.arange(T) == 1, y[N], IGNORED)  # a query of one token
+    adapted = dfl.adapters.from_torch(model, trainable=["*layers*q_proj*", "model.norm*"])
+    run, data = Trajectory(adapted, [adapted.params], [10], 1e-2), split(x, y)
+    size, want = brute_force(adapted, run.ridge(0), *data)
+    assert size == 8 * 8 + 8
+    got = run.attribute(*data, probes=None, combine="mean", progress=False)
+    assert (
+        cases.relative(got.values, want) < 1e-5
+    )  # normalisation is in float32 whatever the model's dtype
+
+
 def test_an_encoder_with_a_classifier(tmp_path):
     import torch
     from transformers import BertConfig, BertForSequenceClassification
@@ -130,9 +145,10 @@ def test_an_encoder_and_decoder(tmp_path):
         pad_token_id=0,
     )
     model = loaded(tmp_path, T5ForConditionalGeneration(config), "AutoModelForSeq2SeqLM")
-    labels = TEXTS[:, ::-1]
-    behind = np.concatenate([np.zeros((N + Q, 1), int), labels[:, :-1]], axis=1)
-    x, y = dfl.adapters.tokenised(rows(labels=labels.tolist(), decoder_input_ids=behind.tolist()))
+    labels = TEXTS[:, :2:-1]  # shorter than what is read
+    start = model.config.decoder_start_token_id
+    x, y = dfl.adapters.tokenised(rows(labels=labels.tolist()), decoder_start=start)
+    assert y.shape == (N + Q, 3)
     adapted = dfl.adapters.from_torch(model)
     np.testing.assert_allclose(adapted(x), own_outputs(model, x), atol=1e-5)
     scores = Trajectory(adapted, [adapted.params], [10], 1e-2).attribute(

@@ -88,6 +88,71 @@ def test_causal_targets_are_the_next_tokens_and_padding_counts_for_nothing():
     np.testing.assert_array_equal(tokenised(labels)[1], [[-100, 6, 7], [-100, 9, -100]])
 
 
+def test_queries_take_the_length_of_the_training_sequences():
+    x, y = tokenised(ROWS, causal=False, length=4)
+    assert x["input_ids"].shape == x["attention_mask"].shape == (2, 4)
+    x, y = tokenised([{"input_ids": [5, 6]}], causal=True, length=4)
+    np.testing.assert_array_equal(x["input_ids"], [[5, 6, 0, 0]])
+    np.testing.assert_array_equal(y, [[6, -100, -100, -100]])
+    with pytest.raises(ValueError, match=r"a sequence of 3 tokens, length=2"):
+        tokenised(ROWS, length=2)
+
+
+def test_the_decoder_reads_its_labels_behind_the_first_token():
+    rows = [
+        {"input_ids": [5, 6, 7], "labels": [8, 9]},
+        {"input_ids": [5, 6], "labels": [7, 8, 9, 10]},
+    ]
+    x, y = tokenised(rows, decoder_start=2)
+    np.testing.assert_array_equal(x["decoder_input_ids"], [[2, 8, 0, 0], [2, 7, 8, 9]])
+    np.testing.assert_array_equal(y, [[8, 9, -100, -100], [7, 8, 9, 10]])
+    assert x["input_ids"].shape == (2, 3)
+    x, y = tokenised(rows, decoder_start=2, length=5)  # that of the labels
+    assert x["input_ids"].shape == (2, 3)
+    assert x["decoder_input_ids"].shape == y.shape == (2, 5)
+
+
+def test_text_that_ends_alike_is_not_padding():
+    rows = {"input_ids": [[9, 4, 4], [4, 9, 8], [7, 9, 9]]}
+    assert (tokenised(rows, causal=True)[0]["attention_mask"] == 1).all()
+
+
+PADDED_ROWS = {"input_ids": [[5, 6, 0, 0], [7, 8, 9, 0]]}
+MASKED = PADDED_ROWS | {"attention_mask": [[1, 1, 0, 0], [1, 1, 1, 0]]}
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "said"),
+    [
+        (
+            PADDED_ROWS,
+            {"causal": True},
+            "no attention_mask, but 1 sequences end with token 0 up to 2",
+        ),
+        (
+            {"input_ids": [[3, 3, 5], [3, 7, 8]]},
+            {"causal": True},
+            "sequences begin with token 3 up to 2 times",
+        ),
+        (
+            MASKED | {"labels": PADDED_ROWS["input_ids"]},
+            {"causal": True},
+            "in sequence 0 labels count where attention_mask is 0, at token 2",
+        ),
+        (
+            [{"input_ids": [1, 2, 3], "labels": [1, 2]}],
+            {"causal": True},
+            "sequence 0 has 3 tokens but 2 labels.*decoder_start_token_id",
+        ),
+        (ROWS[:1], {"causal": True, "decoder_start": 0}, "models without an encoder"),
+        ([{"input_ids": []}], {"causal": True}, "sequence 0 has no tokens"),
+    ],
+)
+def test_padding_and_labels_that_do_not_belong_are_said(data, options, said):
+    with pytest.raises(ValueError, match=said):
+        tokenised(data, **options)
+
+
 @pytest.mark.parametrize(
     ("data", "error", "said"),
     [

@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from dualfluence import datasets
+from dualfluence.adapters import HashedText
 from dualfluence.apps.attribute._audit import audit
 from dualfluence.apps.attribute._commands import register
 from dualfluence.apps.attribute._data import Data, load_data, load_model
@@ -195,3 +196,64 @@ def test_a_file_that_is_no_npz_is_refused(tmp_path):
 def test_a_model_that_is_not_there_is_refused(name):
     with pytest.raises(ValueError, match="--model"):
         load_model(name)
+
+
+def test_attribute_of_a_table_of_texts_shows_the_sentences_behind_a_prompt(tmp_path):
+    rows = [
+        ["label", "what"],
+        *TEXTS,
+        ("fruit", "pear <b>tart</b>"),
+        ("fruit", "a rusty car engine"),
+    ]
+    path = _table(tmp_path / "t.csv", rows)
+    given = ("attribute", "--data", path, "--text", "what", "--out", tmp_path / "o", "--top", 2)
+    out = _run(*given, "--prompt", "pear tart with cream")
+    assert out.exit_code == 0, out.output
+    page = (tmp_path / "o" / "attribution.html").read_text()
+    assert "pear tart with cream → fruit" in page
+    assert "pear &lt;b&gt;tart&lt;/b&gt; → fruit" in page
+    first = next(csv.DictReader((tmp_path / "o" / "attribution.csv").open()))
+    assert (first["kind"], first["rank"], first["text"]) == ("helpful", "1", "pear <b>tart</b>")
+    assert float(first["effect"]) > 0
+    # The effect is that of training again without the sentence.
+    encoder = HashedText()
+    sentences = [text for _, text in rows[1:]]
+    x = np.hstack([encoder(sentences), np.full((len(sentences), 1), 0.1)])
+    q = np.append(encoder(["pear tart with cream"])[0], 0.1)
+    y = np.eye(2)[[int(label == "fruit") for label, _ in rows[1:]]]
+
+    def loss(keep):
+        A = x[keep].T @ x[keep] / len(keep) + 1e-3 * np.eye(x.shape[1])
+        f = q @ np.linalg.solve(A, x[keep].T @ y[keep] / len(keep))
+        return 0.5 * np.sum((f - np.eye(2)[1]) ** 2)
+
+    everyone, gone = np.arange(len(x)), int(first["train"])
+    want = loss(np.delete(everyone, gone)) - loss(everyone)
+    np.testing.assert_allclose(float(first["effect"]), want, rtol=1e-4)
+
+
+def test_attribute_of_a_table_asks_for_its_last_rows_without_a_prompt(tmp_path):
+    path = _table(tmp_path / "t.csv", [["label", "what"], *TEXTS, ("fruit", "a car engine")])
+    given = ("attribute", "--data", path, "--text", "what", "--out", tmp_path / "o")
+    out = _run(*given, "--queries", 1)
+    assert out.exit_code == 0, out.output
+    assert (
+        "a car engine → car (labelled fruit)" in (tmp_path / "o" / "attribution.html").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--text", "what"), "need a table"),
+        (("--prompt", "a"), "need a table"),
+        (("--data", "t.csv"), "a table needs --text"),
+        (("--data", "t.csv", "--text", "what", "--model", "a:b"), "the library's own model"),
+    ],
+)
+def test_attribute_says_what_a_table_needs(tmp_path, monkeypatch, more, said):
+    monkeypatch.chdir(tmp_path)
+    _table(tmp_path / "t.csv", [["label", "what"], *TEXTS])
+    out = _run("attribute", "--out", tmp_path / "o", *more)
+    assert out.exit_code != 0
+    assert said in str(out.exception)

@@ -1,5 +1,10 @@
 """Scores of sequences: brute force, masks, lengths, blocks, tokens, defaults, memory, bad input."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import jax.flatten_util
@@ -202,6 +207,36 @@ def test_a_large_vocabulary_takes_memory_for_a_few_sequences_only(method):
     assert (
         temporary < 0.5 * n * length * words * 4
     )  # of one array (n, T, V), of which there is none
+
+
+@pytest.mark.thorough
+@pytest.mark.host
+@pytest.mark.parametrize("method", ["outputs", "projected"])
+def test_outputs_of_50_000_words_are_never_held_for_all_sequences(method):
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(Path(dfl.__file__).parents[1]), str(here)])
+    done = subprocess.run(
+        [sys.executable, str(here / "tokens_worker.py"), method],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "bounded\n", done.stderr[-2000:]
+
+
+def test_targets_at_padding_are_said():
+    x, y, xq, yq = nets.data()
+    mask = (y != nets.IGNORED).astype(int)
+    tree = lambda a, m: {"input_ids": a, "attention_mask": m}  # noqa: E731
+    run = Trajectory(lambda p, batch: nets.net(p, batch["input_ids"]), [nets.params(0)], [10], 0.1)
+    counted = np.where(y == nets.IGNORED, 3, y)
+    for name, targets in (("y", (counted, yq)), ("yq", (y, np.full_like(yq, 3)))):
+        with pytest.raises(
+            ValueError, match=rf"{name}: the target of token \d+ of sequence \d+ is 3"
+        ):
+            run.attribute(
+                tree(x, mask), targets[0], tree(xq, np.zeros_like(xq)), targets[1], progress=False
+            )
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def directions_of_outputs(at):
 
 
 @row(*each("attribution", "Attribution", "top num_points num_queries save load with_features"))
-@row(*each("attribution", "Attribution", "self_influence to_pandas plot"))
+@row(*each("attribution", "Attribution", "self_influence to_pandas plot to_html"))
 @row("attribution.Top", "attribution.Ranked")
 def what_scores_can_do(at):
     values = np.asarray(at.array(at.q, at.n, seed=41))
@@ -150,6 +150,13 @@ def what_scores_can_do(at):
     else:
         assert isinstance(made.to_pandas(), pandas.DataFrame)
     assert shown.plot(k=k).axes
+    texts = [
+        [f"{name} {i}" for i in range(size)] for name, size in (("point", at.n), ("query", at.q))
+    ]
+    made.to_html(at.folder / "page.html", texts=texts[0], queries=texts[1])
+    page = (at.folder / "page.html").read_text()
+    np.testing.assert_equal(page.count("<section>"), at.q)
+    assert f"point {order[0, 0]}</li>" in page or values[0].max() <= 0
     assert "queries" in repr(made)
 
 

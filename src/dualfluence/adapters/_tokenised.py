@@ -11,12 +11,17 @@ FILL = {"labels": IGNORED, "attention_mask": 0, "special_tokens_mask": 1}
 
 
 def tokenised(
-    data: Any, *, labels: str = "labels", causal: bool = False
+    data: Any,
+    *,
+    labels: str = "labels",
+    causal: bool = False,
+    length: int | None = None,
+    decoder_start: int | None = None,
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Inputs and targets for `Trajectory` and `fit` from tokenised sequences.
 
     Sequences of different lengths are padded behind to the longest; `attention_mask` is added if there is
-    none, and padding is −100 in the targets.
+    none, and padding is −100 in the targets. Data that hold padding of their own need their mask.
 
     **Arguments:**
 
@@ -26,6 +31,10 @@ def tokenised(
     - `causal`: for models that predict the next token, whose labels are their inputs. The model's output at
       `t` belongs to token `t + 1`, so that targets are the labels shifted by one. Without a column of
       labels they are the inputs, where the attention mask is one.
+    - `length`: pad to this length instead of the longest. Queries need the length of the training
+      sequences: give `length=y.shape[1]`.
+    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The decoder's
+      inputs `decoder_input_ids` are then the labels behind this token; `length` is that of the labels.
 
     **Returns:** a dict of arrays, which `from_torch` passes to the model by name, and the targets.
     """
@@ -36,7 +45,11 @@ def tokenised(
     for i, row in enumerate(rows):
         if missing := [name for name in names if name not in row]:
             raise ValueError(f"tokenised: sequence {i} has no {', '.join(missing)}, the first has.")
+    for i, row in enumerate(rows):
+        if not len(row["input_ids"]):
+            raise ValueError(f"tokenised: sequence {i} has no tokens. Leave it out.")
     if "attention_mask" not in names:
+        _check_unpadded([np.asarray(row["input_ids"]) for row in rows])
         rows = [row | {"attention_mask": np.ones(len(row["input_ids"]), int)} for row in rows]
         names.append("attention_mask")
     if labels not in names:
@@ -47,7 +60,23 @@ def tokenised(
             )
         rows = [row | {labels: _own_labels(row)} for row in rows]
         names.append(labels)
-    columns = {name: _column(name, [row[name] for row in rows], labels) for name in names}
+    decodes = decoder_start is not None or "decoder_input_ids" in names
+    if decodes and causal:
+        raise ValueError(
+            "tokenised: causal=True is for models without an encoder. With decoder_start or "
+            "decoder_input_ids give causal=False: the labels are those of the decoder."
+        )
+    if not decodes:
+        _check_labels(rows, labels)
+    if decoder_start is not None and "decoder_input_ids" not in names:
+        rows = [row | {"decoder_input_ids": _behind(row[labels], decoder_start)} for row in rows]
+        names.append("decoder_input_ids")
+    sizes = dict.fromkeys(names, length)
+    if decodes and length is not None:
+        sizes |= {name: None for name in names if name not in (labels, "decoder_input_ids")}
+    columns = {
+        name: _column(name, [row[name] for row in rows], labels, sizes[name]) for name in names
+    }
     targets = columns.pop(labels)
     return columns, _shifted(targets) if causal else targets
 
@@ -68,7 +97,8 @@ def _rows(data: Any) -> Iterable[dict[str, Any]]:
                 f"tokenised: expected a column input_ids, got {', '.join(map(str, given)) or 'no columns'}. "
                 "Run the tokenizer over the texts first."
             )
-        if np.ndim(_host(given["input_ids"][0])) == 0:  # a row, not a batch
+        first = given["input_ids"][0] if len(given["input_ids"]) else 0
+        if np.ndim(_host(first)) == 0:  # a row, not a batch
             yield {name: _host(value) for name, value in given.items()}
             continue
         sizes = {name: len(value) for name, value in given.items()}
@@ -89,11 +119,63 @@ def _own_labels(row: dict[str, Any]) -> np.ndarray:
     return np.where(np.asarray(row["attention_mask"]) == 1, row["input_ids"], IGNORED)
 
 
-def _column(name: str, values: Sequence[Any], labels: str) -> np.ndarray:
+def _check_unpadded(rows: Sequence[np.ndarray]) -> None:
+    """Raise if sequences without a mask seem to be padded: a token repeated at one end, and only there."""
+    for end, side in ((-1, "end"), (0, "begin")):
+        lengths: dict[int, list[int]] = {}
+        for row in rows:
+            token = int(row[end])
+            turned = row[::-1] if end else row
+            lengths.setdefault(token, []).append(int(np.argmax(np.append(turned != token, True))))
+        for token, runs in lengths.items():
+            everywhere = sum(int((row == token).sum()) for row in rows)
+            if max(runs) > 1 and len(rows) > 1 and everywhere == sum(runs):
+                raise ValueError(
+                    f"tokenised: no attention_mask, but {sum(r > 1 for r in runs)} sequences {side} with "
+                    f"token {token} up to {max(runs)} times, which stands nowhere else. This looks like "
+                    "padding, which would count as text. Keep the tokenizer's attention_mask, or give one "
+                    "of ones if these tokens are text."
+                )
+
+
+def _check_labels(rows: Sequence[dict[str, Any]], labels: str) -> None:
+    """Raise unless the labels of tokens are as many as the tokens, and padding has none."""
+    for i, row in enumerate(rows):
+        own = np.asarray(row[labels])
+        if own.ndim == 0:
+            return
+        mask = np.asarray(row["attention_mask"])
+        if own.shape != mask.shape:
+            raise ValueError(
+                f"tokenised: sequence {i} has {mask.size} tokens but {own.size} {labels}. Give one label "
+                "for each token, -100 where it counts for nothing. For an encoder with a decoder give "
+                "decoder_start=model.config.decoder_start_token_id."
+            )
+        if ((own != IGNORED) & (mask == 0)).any():
+            raise ValueError(
+                f"tokenised: in sequence {i} {labels} count where attention_mask is 0, at token "
+                f"{int(np.argmax((own != IGNORED) & (mask == 0)))}. Put -100 there: the model would be "
+                "scored for padding."
+            )
+
+
+def _behind(labels: Any, start: int) -> np.ndarray:
+    """The decoder's inputs: the first token, then the labels; padding is masked by the labels."""
+    own = np.asarray(labels)
+    return np.concatenate([[start], np.where(own[:-1] == IGNORED, 0, own[:-1])]).astype(own.dtype)
+
+
+def _column(name: str, values: Sequence[Any], labels: str, length: int | None) -> np.ndarray:
     if np.ndim(values[0]) == 0:
         return np.asarray(values)
     fill = IGNORED if name == labels else FILL.get(name, 0)
-    found = np.full((len(values), max(len(v) for v in values)), fill, np.asarray(values[0]).dtype)
+    longest = max(len(v) for v in values)
+    if length is not None and longest > length:
+        raise ValueError(
+            f"tokenised: {name} has a sequence of {longest} tokens, length={length}. Cut it, or pad the "
+            "other sequences to more."
+        )
+    found = np.full((len(values), length or longest), fill, np.asarray(values[0]).dtype)
     for row, value in zip(found, values, strict=True):
         row[: len(value)] = value
     return found

@@ -1,5 +1,6 @@
 """The result of an attribution: the effect of leaving out each point on each query."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._support.archive import read_archive, write_archive
+from .._support.files import write_whole
 from .._support.options import check_count
 from .._support.show import Shown, Table, count
+from ..losses._tokens import IGNORED
 
 FORMAT = "dualfluence-attribution"
 VERSION = 2
@@ -144,15 +147,75 @@ class Attribution(Shown):
         fields = {name: header[name] for name in names}
         return cls(notes=tuple(header["notes"]), **fields, **arrays)
 
-    def to_pandas(self) -> Any:
-        """A `pandas.DataFrame`, one row per query and one column per training point."""
+    def to_pandas(self, *, long: bool = False, tokens: bool = False, k: int | None = None) -> Any:
+        """A `pandas.DataFrame`, by default one row per query and one column per training point.
+
+        **Arguments:**
+
+        - `long`: one row for each pair, with columns `query`, `train` and `effect`, strongest helpful points
+          of a query first.
+        - `tokens`: one row for each training token that counts, with `token`, its position, and `part`
+          besides. For scores with `tokens`.
+        - `k`: in long form only the `k` most helpful and the `k` most harmful points of every query.
+        """
         try:
             pd: Any = import_module("pandas")  # the user's own: nothing here depends on it
         except ImportError as error:
             raise ImportError("to_pandas: pandas is not installed; pip install pandas.") from error
+        if tokens and self.tokens is None:
+            raise ValueError("to_pandas: these scores have no tokens. Attribute with tokens=True.")
+        if long or tokens:
+            return pd.DataFrame(self._long(tokens, k))
+        if k is not None:
+            raise ValueError("to_pandas: k needs long=True.")
         frame = pd.DataFrame(np.asarray(self.values))
         frame.index.name, frame.columns.name = "query", "train"
         return frame
+
+    def _long(self, tokens: bool, k: int | None) -> dict[str, np.ndarray]:
+        """Columns of the long form."""
+        signed = self.direction * np.asarray(self.values)
+        order = np.argsort(-signed, axis=1, kind="stable")
+        if k is not None and 2 * check_count("to_pandas: k", k) < self.num_points:
+            order = np.concatenate([order[:, :k], order[:, -k:]], axis=1)
+        query = np.repeat(np.arange(self.num_queries), order.shape[1])
+        train = order.reshape(-1)
+        columns = {"query": query, "train": train, "effect": np.asarray(self.values)[query, train]}
+        if not tokens:
+            return columns
+        assert self.tokens is not None
+        parts, counted = np.asarray(self.tokens), np.ones(self.tokens.shape[1:], bool)
+        if np.shape(self.y) == counted.shape:
+            counted = np.asarray(self.y) != IGNORED
+        row, token = np.nonzero(counted[train])
+        columns = {name: column[row] for name, column in columns.items()}
+        part = parts[columns["query"], columns["train"], token]
+        return columns | {"token": token, "part": part}
+
+    def to_html(
+        self,
+        path: Any,
+        *,
+        texts: Sequence[str] | None = None,
+        queries: Sequence[str] | None = None,
+        decode: Callable[[list[int]], Any] | None = None,
+        names: Sequence[Any] | None = None,
+        k: int = 8,
+    ) -> None:
+        """Write a page of sentences: every query with its helpful and harmful ones, tokens shaded.
+
+        **Arguments:**
+
+        - `path`: one HTML file that holds all of itself and runs nothing.
+        - `texts`, `queries`: the sentences, in the order of the scores.
+        - `decode`: for targets of token numbers, from a list of them to text: `tokenizer.decode`. Scores
+          with `tokens` are then shaded. Texts that are not given are the tokens that count.
+        - `names`: names of the classes, for targets that are labels.
+        - `k`: sentences of each kind.
+        """
+        from ._attribution_text import text_page
+
+        write_whole(Path(path), text_page(self, texts, queries, decode, names, k))
 
     def plot(self, query: int = 0, k: int = 8, **options: Any) -> Any:
         """The query with its most helpful and most harmful points, as pictures or as a table."""

@@ -13,7 +13,7 @@ from .._support.memory import total_memory
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, TokenCrossEntropy
 from ._probes import FULL_SHARE, Probes, RandomProbes, chosen, rank_of
 from ._token_sketch import SKETCH_PROBES
-from ._tokens import Flat, check_tokens, outputs_shape
+from ._tokens import Flat, check_padding, check_tokens, outputs_shape
 from ._view import BLOCK_SHARE
 
 TOKEN_PROBES = 8
@@ -22,7 +22,7 @@ transformer 1, 2, 4 and 8 had an LDS of 0.57, 0.64, 0.70 and 0.75."""
 
 
 def as_sequences(
-    runs: Sequence[Any], x: Any, y: Any, yq: Any, loss: AbstractLoss | None
+    runs: Sequence[Any], x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss | None
 ) -> tuple[list[Any], AbstractLoss]:
     """Runs whose networks return rows, and the loss, by default that of what the network returns."""
     if loss is not None and not isinstance(loss, TokenCrossEntropy):
@@ -31,9 +31,10 @@ def as_sequences(
     if loss is None and (shape is None or len(shape) != 2):
         return list(runs), SoftmaxCrossEntropy()
     if shape is not None and len(shape) == 2:
-        for name, targets in (("y", y), ("yq", yq)):
+        for name, inputs, targets in (("y", x, y), ("yq", xq, yq)):
             if targets is not None:
                 check_tokens(name, targets, shape[0])
+                check_padding(name, inputs, targets)
     return [replace(run, apply_fn=Flat(run.apply_fn)) for run in runs], TokenCrossEntropy()
 
 

@@ -6,12 +6,13 @@ the mean over draws. Outputs, gradients and probes of a block of sequences are m
 nothing is kept that grows with `n·T·V`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float, PyTree
 
@@ -20,6 +21,7 @@ from .._support.memory import tile_budget, total_memory
 from .._support.points import common_dtype, is_tree
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
+from ..losses._tokens import IGNORED
 from ..problem._quantity import Quantity
 
 ROWS_SHARE = 0.2
@@ -63,9 +65,24 @@ def check_tokens(name: str, targets: Any, length: int) -> None:
     if len(shape) == 2 and shape[1] != length:
         raise ValueError(
             f"{name}: targets have {shape[1]} tokens per sequence, the network's outputs {length}. Both need "
-            "the same length: pad targets with -100, which counts for nothing. A causal network predicts "
-            "tokens[:, 1:] from tokens[:, :-1]."
+            "the same length: pad targets with -100, which counts for nothing, or give "
+            f"adapters.tokenised length={length}. A causal network predicts tokens[:, 1:] from "
+            "tokens[:, :-1]."
         )
+
+
+def check_padding(name: str, x: Any, targets: Any) -> None:
+    """Raise if targets count where the attention mask of the inputs is zero."""
+    if not isinstance(x, Mapping) or "attention_mask" not in x or "decoder_input_ids" in x:
+        return
+    mask, y = np.asarray(x["attention_mask"]), np.asarray(targets)
+    if mask.shape != y.shape or not ((y != IGNORED) & (mask == 0)).any():
+        return
+    i, t = np.argwhere((y != IGNORED) & (mask == 0))[0]
+    raise ValueError(
+        f"{name}: the target of token {t} of sequence {i} is {y[i, t]}, but attention_mask is 0 there: "
+        f"padding would count as text. Put {IGNORED} at padding; adapters.tokenised does so."
+    )
 
 
 class Sequences(eqx.Module):

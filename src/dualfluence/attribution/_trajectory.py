@@ -247,7 +247,7 @@ def attribute_runs(
     devices = None if mesh is None else as_mesh(mesh)
     if devices is not None:
         check_mesh(folder, method, devices)
-    runs, loss = as_sequences(runs, x, y, yq, loss)
+    runs, loss = as_sequences(runs, x, y, xq, yq, loss)
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
     use, why = probes_of(probes, data, loss, method, leverage, tokens, devices)
     options = _Options(loss, method, use, leverage, combine, rank, devices, tokens)

@@ -81,6 +81,7 @@ def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], A
     """
     network = getattr(given, "linearized", given)
     if not hasattr(network, "as_given"):
+        _check_function(what, given)
         return given, trainable
     network = network.as_given()
     if network.scale is not None:
@@ -98,6 +99,21 @@ def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], A
         return (path if isinstance(path, str) else leaf_name(path)) in names
 
     return network.apply_fn, own_choice
+
+
+DOORS = {"torch.nn.": "from_torch", "flax.nnx.": "from_nnx"}
+"""Where the class `Module` of a framework lives, and the adapter for it. Its models hold their parameters."""
+
+
+def _check_function(what: str, given: Any) -> None:
+    """Raise if a model of a framework came in place of a function of parameters."""
+    for kind in type(given).__mro__:
+        for home, door in DOORS.items():
+            if kind.__name__ == "Module" and f"{kind.__module__}.".startswith(home):
+                raise TypeError(
+                    f"{what}: expected apply_fn(params, x), got the module {type(given).__name__}. Give "
+                    f"dualfluence.adapters.{door}(model): a copy in evaluation mode, with its parameters."
+                )
 
 
 def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], list[Any]]:

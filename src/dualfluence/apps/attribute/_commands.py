@@ -10,7 +10,10 @@ import typer
 
 Data = Annotated[
     Path | None,
-    typer.Option(help="Data as .npz: x, y, xq, yq, and optionally groups. By default mnist-small."),
+    typer.Option(
+        help="Data as .npz (x, y, xq, yq, perhaps groups), or with --text a table .csv or .tsv, perhaps "
+        ".gz. By default mnist-small."
+    ),
 ]
 Model = Annotated[
     str | None,
@@ -41,11 +44,21 @@ def register(app: typer.Typer) -> None:
         queries: Queries = 12,
         top: Annotated[int, typer.Option(min=1, help="Points in each strip.")] = 8,
         ridge: Ridge = 1e-3,
+        label: Annotated[str, typer.Option(help="For a table: column of the labels.")] = "label",
+        text: Annotated[str | None, typer.Option(help="For a table: column of texts.")] = None,
+        prompt: Annotated[
+            list[str] | None,
+            typer.Option(help="For a table of texts: ask for this text instead of its last rows."),
+        ] = None,
     ) -> None:
         """Show which training points made each prediction, as a page and a table."""
         from ._page import write_queries
         from ._queries import explain
+        from ._table import is_table
 
+        if is_table(data) or text is not None or prompt:
+            _sentences(data, text, label, prompt, out, points, queries, model, ridge, top)
+            return
         result = _answered(explain, data, model, out, points, queries, ridge=ridge, k=top)
         page, table = out / "attribution.html", out / "attribution.csv"
         write_queries(result, page, table, shown=queries)
@@ -95,6 +108,44 @@ def register(app: typer.Typer) -> None:
             )
         console.print(f"{found!r}", soft_wrap=True, markup=False)
         console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
+
+
+def _sentences(
+    data: Path | None,
+    text: str | None,
+    label: str,
+    prompts: list[str] | None,
+    out: Path,
+    points: int | None,
+    queries: int,
+    model: str | None,
+    ridge: float,
+    top: int,
+) -> None:
+    """A table of texts instead of arrays."""
+    from rich.console import Console
+
+    from ..._support.files import check_writable
+    from ._sentences import explain_texts
+
+    if model is not None:
+        raise ValueError("--model: a table of texts is attributed with the library's own model.")
+    check_writable(out / "attribution.html")
+    with Console().status("starting") as status:
+        result, written = explain_texts(
+            data,
+            text=text,
+            label=label,
+            prompts=prompts or [],
+            out=out,
+            points=points,
+            queries=queries,
+            ridge=ridge,
+            k=top,
+            report=lambda words: status.update(f"{words} …"),
+        )
+    typer.echo(repr(result))
+    typer.echo(f"Page: {written[0]}  Table: {written[1]}")
 
 
 def _answered(
