@@ -8,6 +8,7 @@ come last. The apps have an order among themselves.
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,10 @@ ORDER = [
 APPS = ["compare", "page", "attribute paper", "demo bench serve", "explore", "cli"]
 ENTRANCE = {"__init__", "__main__", "_version"}
 MAX_ROOT = 3
+MOST_ANY = 20
+"""`Any` per 1,000 lines, imports included: it tells neither a reader nor a type checker what is expected."""
+MEET_OTHERS = ("adapters", "apps")
+"""Rooms that handle objects of other libraries, whose types nobody here declares."""
 STRUCTURES = ("Operator", "Source", "Wrapper", "Preconditioner")
 """How classes end whose structure is a method with a loud default."""
 MAY_ASK_FOR_TYPES = {
@@ -124,6 +129,12 @@ def type_questions(source):
             yield from (n for n in names if n.endswith(STRUCTURES))
 
 
+def any_per_thousand(sources):
+    """How often the word `Any` stands in 1,000 lines of these sources."""
+    text = "".join(sources)
+    return 1000 * len(re.findall(r"\bAny\b", text)) / text.count("\n")
+
+
 def test_rooms_use_only_earlier_rooms():
     assert rooms_out_of_order(graph(modules()), ORDER) == []
 
@@ -157,6 +168,12 @@ def test_the_root_is_small():
 def test_structures_are_asked_by_methods():
     asking = {name for name, source in modules().items() if any(type_questions(source))}
     assert asking <= MAY_ASK_FOR_TYPES
+
+
+def test_signatures_say_what_they_expect():
+    own = {n: s for n, s in modules().items() if n.split(".")[0] not in MEET_OTHERS}
+    assert any_per_thousand(own.values()) <= MOST_ANY
+    assert any_per_thousand(["def f(x: Any) -> Any:\n", "    return AnyArray\n"]) == 1000
 
 
 @pytest.mark.parametrize(

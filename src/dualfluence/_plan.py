@@ -7,10 +7,10 @@ import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from ._support.compile import jit
@@ -25,6 +25,7 @@ from ._support.memory import (
 )
 from ._support.options import check_choice, check_count, check_positive, maybe
 from ._support.show import Shown, Table
+from ._support.types import AnyPath
 
 BANDWIDTH = {"cpu": 10e9, "gpu": 3e12, "tpu": 1e12}
 """Assumed bytes per second of a stream through `K`, for another machine than this one."""
@@ -150,11 +151,11 @@ def plan(
     num_params: int | None = None,
     *,
     structure: str = "dense",
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
     devices: int = 1,
     memory: int | None = None,
     disk: int | None = None,
-    folder: Any = ".",
+    folder: AnyPath = ".",
     rank: int = DEFAULT_RANK,
     tile: int | None = None,
     activation_bytes: int | None = None,
@@ -255,7 +256,7 @@ def plan(
     )
 
 
-def _itemsize(dtype: Any) -> int:
+def _itemsize(dtype: DTypeLike) -> int:
     try:
         if jnp.issubdtype(jnp.dtype(dtype), jnp.inexact):
             return jnp.dtype(dtype).itemsize

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,6 +21,7 @@ from ._support.checks import (
     check_rows,
 )
 from ._support.options import check_function, check_key
+from ._support.types import Inputs, Numbers
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTre
     return eqx.combine(jax.tree.unflatten(treedef, moved), rest)
 
 
-def accuracy(outputs: Any, labels: Any) -> float:
+def accuracy(outputs: Numbers, labels: Numbers) -> float:
     """Share of points whose predicted class is the label.
 
     With several outputs, the largest one is the predicted class (the first one of equals). Labels are
@@ -135,7 +135,13 @@ def accuracy(outputs: Any, labels: Any) -> float:
 
 
 def unlearning_report(
-    predict: Callable[[Any], Any], x: Any, y: Any, forgotten: Any, *, x_test: Any, y_test: Any
+    predict: Callable[[Inputs], Numbers],
+    x: Inputs,
+    y: Numbers,
+    forgotten: Numbers,
+    *,
+    x_test: Inputs,
+    y_test: Numbers,
 ) -> UnlearningReport:
     """Accuracy of a model on forgotten, retained and test points.
 
@@ -176,7 +182,7 @@ def _check_tree(name: str, params: PyTree) -> None:
         raise TypeError(f"{name}: expected a pytree of arrays, got {type(params).__name__}.")
 
 
-def _predicted(predict: Callable[[Any], Any], x: Any) -> np.ndarray:
+def _predicted(predict: Callable[[Inputs], Numbers], x: Inputs) -> np.ndarray:
     """Outputs of the user's function; an error of it names the function."""
     try:
         outputs = predict(x)
@@ -192,7 +198,7 @@ def _predicted(predict: Callable[[Any], Any], x: Any) -> np.ndarray:
     return array
 
 
-def _as_array(leaf: Any) -> Any:
+def _as_array(leaf: object) -> object:
     return jnp.asarray(leaf) if eqx.is_inexact_array_like(leaf) else leaf
 
 

@@ -19,8 +19,10 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from .files import FileError, MissingFileError, remove_stale, write_atomically
+from .types import Json
 
 HEADER = "meta"
 HEADER_BYTES = 2**24
@@ -31,7 +33,7 @@ KINDS = "?biufc"
 """Kinds of dtypes in a file: booleans and numbers, and no objects."""
 
 
-def write_archive(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def write_archive(path: Path, header: Json, arrays: dict[str, np.ndarray]) -> None:
     """Write atomically; errors of the system become a `FileError` in plain words."""
     plain, dtypes = {}, {}
     for name, array in arrays.items():
@@ -47,7 +49,7 @@ def write_archive(path: Path, header: dict[str, Any], arrays: dict[str, np.ndarr
 
 def read_archive(
     path: Path, format: str, version: int, what: str = "load"
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[Json, dict[str, Any]]:
     """Header and arrays of a file of `write_archive`; a `FileError` begins with `what`, the name of the
     call."""
     if not path.exists():
@@ -88,12 +90,12 @@ def checking(path: Path, what: str = "load") -> Iterator[None]:
         ) from error
 
 
-def seal(content: dict[str, Any]) -> bytes:
+def seal(content: Json) -> bytes:
     """JSON with its checksum under `"checksum"`."""
     return _encode({**content, "checksum": _checksum(content)})
 
 
-def peek(text: bytes) -> dict[str, Any]:
+def peek(text: bytes) -> Json:
     """The content of JSON from `seal`, not yet checked, because other versions compute the checksum
     differently."""
     try:
@@ -105,7 +107,7 @@ def peek(text: bytes) -> dict[str, Any]:
     return content
 
 
-def unseal(text: bytes) -> dict[str, Any]:
+def unseal(text: bytes) -> Json:
     """The content of JSON from `seal`; `Damaged` if a single byte of it has changed."""
     content = peek(text)
     if text != _encode(content):
@@ -122,7 +124,7 @@ def digest(array: np.ndarray) -> str:
     return total.hexdigest()
 
 
-def digest_of_all(arrays: Any) -> str:
+def digest_of_all(arrays: PyTree) -> str:
     """SHA-256 over the leaves of a tree, in order: the digests of arrays, the words of all else."""
     each = (
         digest(np.asarray(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
@@ -131,11 +133,11 @@ def digest_of_all(arrays: Any) -> str:
     return hashlib.sha256("".join(each).encode()).hexdigest()
 
 
-def _encode(content: dict[str, Any]) -> bytes:
+def _encode(content: Json) -> bytes:
     return json.dumps(content).encode()
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _checksum(content: Json) -> str:
     return hashlib.sha256(_encode(content)).hexdigest()
 
 
@@ -184,7 +186,7 @@ def _fill(member: Any, array: np.ndarray) -> None:
     member.read(1)
 
 
-def _check_kind(what: str, path: Path, header: dict[str, Any], format: str, version: int) -> None:
+def _check_kind(what: str, path: Path, header: Json, format: str, version: int) -> None:
     if header.get("format") != format:
         raise Damaged(f"its format is {header.get('format')!r}, not {format!r}")
     if header.get("version") != version:
@@ -194,7 +196,7 @@ def _check_kind(what: str, path: Path, header: dict[str, Any], format: str, vers
         )
 
 
-def _check_names(listed: Any, found: set[str]) -> None:
+def _check_names(listed: object, found: set[str]) -> None:
     if not isinstance(listed, dict) or set(listed) != found:
         raise Damaged("its members are not those that its header lists")
 
@@ -215,7 +217,7 @@ def _restored(array: np.ndarray, dtype: str | None) -> np.ndarray:
 T = TypeVar("T")
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
     """Records as dictionaries, tuples as lists, numbers of arrays as numbers."""
     names = _field_names(type(value))
     if names is not None:
@@ -225,7 +227,7 @@ def to_plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
-def from_plain(cls: type[T], value: Any, what: str) -> T:
+def from_plain(cls: type[T], value: object, what: str) -> T:
     """A record of class `cls`; a `ValueError` names the field whose value has the wrong type."""
     hints, names = get_type_hints(cls), _field_names(cls)
     if names is None or not isinstance(value, dict) or set(value) != set(names):
@@ -239,7 +241,7 @@ def _field_names(cls: type) -> tuple[str, ...] | None:
     return getattr(cls, "_fields", None)
 
 
-def _typed(hint: Any, value: Any, what: str) -> Any:
+def _typed(hint: Any, value: object, what: str) -> Any:
     if get_origin(hint) in (Union, types.UnionType):
         if value is None and type(None) in get_args(hint):
             return None

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 
 from .compile import jit
+from .types import AnyArray, Inputs, Numbers
 
 OVERFLOW = "The model overflows at these queries: scale them like the training features."
 INT64 = np.iinfo(np.int64)
 
 
-def as_array(name: str, value: Any) -> np.ndarray | jax.Array:
+def as_array(name: str, value: Numbers) -> np.ndarray | jax.Array:
     """Real numbers or flags as an array, on the host unless they are on a device already.
 
     Refused: what is no array of numbers (strings, objects, dates, ragged lists), complex numbers,
@@ -36,7 +38,7 @@ def as_array(name: str, value: Any) -> np.ndarray | jax.Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def as_jax(name: str, value: Any) -> jax.Array:
+def as_jax(name: str, value: Numbers) -> jax.Array:
     """`as_array` on the device; an error if 32-bit JAX cannot hold what came."""
     array = as_array(name, value)
     if isinstance(array, jax.Array):
@@ -52,7 +54,7 @@ def as_jax(name: str, value: Any) -> jax.Array:
     return as_dtype(name, array, dtype)
 
 
-def as_dtype(name: str, value: Any, dtype: Any) -> jax.Array:
+def as_dtype(name: str, value: Numbers, dtype: DTypeLike) -> jax.Array:
     """`value` in this dtype, e.g. that of what was trained on; an error if it cannot hold it."""
     array = as_array(name, value)
     dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
@@ -68,7 +70,7 @@ def as_dtype(name: str, value: Any, dtype: Any) -> jax.Array:
     return jnp.asarray(cast)
 
 
-def check_concrete(name: str, value: Any) -> None:
+def check_concrete(name: str, value: object) -> None:
     """Raise if JAX is tracing `value`."""
     if isinstance(value, Tracer):
         raise TypeError(
@@ -95,7 +97,9 @@ def check_numbers(name: str, value: Any) -> None:
     raise TypeError(f"{name}: expected numbers, got dtype {dtype}{_what_to_try(array)}")
 
 
-def check_finite(name: str, value: Any, *, hint: str = "Clean or drop these points first.") -> None:
+def check_finite(
+    name: str, value: Numbers, *, hint: str = "Clean or drop these points first."
+) -> None:
     """Raise if a floating array holds NaN or inf, naming the first bad place."""
     array = value if isinstance(value, jax.Array) else np.asarray(value)
     if not jnp.issubdtype(array.dtype, jnp.inexact) or all_finite(name, array):
@@ -118,7 +122,7 @@ def all_finite(name: str, array: np.ndarray | jax.Array) -> bool:
     return bool(good)
 
 
-def check_indices(name: str, indices: Any) -> np.ndarray:
+def check_indices(name: str, indices: Numbers) -> np.ndarray:
     """Integer positions as a NumPy vector in the order given: one axis, not empty, no repeats."""
     array = np.asarray(as_array(f"{name} indices", indices))
     if array.ndim != 1:
@@ -159,7 +163,7 @@ def check_range(name: str, indices: np.ndarray, num_points: int) -> None:
         )
 
 
-def check_rows(name: str, value: Any, num_rows: int, what: str) -> None:
+def check_rows(name: str, value: AnyArray, num_rows: int, what: str) -> None:
     """Raise unless axis 0 of `value` has `num_rows` entries, one for each thing that `what` names."""
     if value.ndim == 0 or value.shape[0] != num_rows:
         raise ValueError(
@@ -167,7 +171,7 @@ def check_rows(name: str, value: Any, num_rows: int, what: str) -> None:
         )
 
 
-def as_weights(name: str, weights: Any, num_points: int, what: str) -> np.ndarray:
+def as_weights(name: str, weights: Numbers, num_points: int, what: str) -> np.ndarray:
     """Sample weights in float64: one per point, finite, not negative. All may be zero."""
     # At least one axis: a bare number is the weight of a single point.
     array = np.atleast_1d(np.asarray(as_array(f"{name} weights", weights))).astype(np.float64)
@@ -184,7 +188,7 @@ def as_weights(name: str, weights: Any, num_points: int, what: str) -> np.ndarra
     return array
 
 
-def training_weights(name: str, weights: Any, num_points: int) -> np.ndarray:
+def training_weights(name: str, weights: Numbers | None, num_points: int) -> np.ndarray:
     """Sample weights of a training set, 1 by default; some weight must be left."""
     if weights is None:
         return np.ones(num_points)
@@ -194,14 +198,14 @@ def training_weights(name: str, weights: Any, num_points: int) -> np.ndarray:
     return array
 
 
-def as_features(name: str, x: Any) -> jax.Array:
+def as_features(name: str, x: Numbers) -> jax.Array:
     """Finite features on the device, points on axis 0, at least one."""
     array = as_jax(name, x)
     check_points(name, array)
     return array
 
 
-def check_points(name: str, array: Any) -> None:
+def check_points(name: str, array: AnyArray) -> None:
     """Raise unless there is a point on axis 0 and every entry is finite."""
     check_not_empty(name, array)
     check_finite(name, array)
@@ -215,7 +219,9 @@ def check_not_empty(name: str, array: Any) -> None:
         raise ValueError(f"{name}: expected features that are not empty, got shape {array.shape}.")
 
 
-def check_queries(xq: Any, x: jax.Array, name: str = "queries", *, form: Any = None) -> jax.Array:
+def check_queries(
+    xq: Inputs, x: jax.Array, name: str = "queries", *, form: Any = None
+) -> jax.Array:
     """Queries as an array with the trailing shape and dtype of the training features `x`.
 
     With a `form` of `points` they are a tree of arrays, and packed like `x`.
@@ -232,7 +238,7 @@ def check_queries(xq: Any, x: jax.Array, name: str = "queries", *, form: Any = N
     return array
 
 
-def check_number(name: str, value: Any) -> float:
+def check_number(name: str, value: Numbers) -> float:
     """One real number as a float; NaN and infinities pass."""
     if type(value) is float:
         return value
@@ -244,13 +250,13 @@ def check_number(name: str, value: Any) -> float:
     return float(array)
 
 
-def check_fraction(name: str, value: Any) -> None:
+def check_fraction(name: str, value: Numbers | None) -> None:
     """Raise unless `value` is `None` or a number between 0 and 1."""
     if value is not None and not 0 < check_number(name, value) < 1:
         raise ValueError(f"{name} must lie between 0 and 1, got {value}.")
 
 
-def check_ridge(ridge: Any, dtype: Any = None) -> float:
+def check_ridge(ridge: Numbers, dtype: DTypeLike | None = None) -> float:
     """Raise unless the ridge λ is a positive finite number, also in the dtype of the computation."""
     value = check_number("ridge", ridge)
     if not (np.isfinite(value) and value > 0):
@@ -276,7 +282,7 @@ def _device_array(name: str, value: jax.Array) -> jax.Array:
     return value
 
 
-def _check_container(name: str, value: Any) -> None:
+def _check_container(name: str, value: object) -> None:
     """Raise for inputs that `np.asarray` would change silently: masks that it drops, matrices that it
     wraps."""
     if type(value) is np.ndarray:
@@ -302,7 +308,7 @@ def _check_container(name: str, value: Any) -> None:
         )
 
 
-def _host_array(name: str, value: Any) -> np.ndarray:
+def _host_array(name: str, value: Numbers) -> np.ndarray:
     try:
         return np.asarray(value)
     except jax.errors.TracerArrayConversionError:
@@ -322,7 +328,7 @@ def _finite(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array).all()
 
 
-def _kind(dtype: Any) -> str:
+def _kind(dtype: object) -> str:
     """NumPy's letter for a kind of dtype; random keys have none."""
     return getattr(dtype, "kind", "?")
 
@@ -340,12 +346,12 @@ def _what_to_try(array: Any) -> str:
     return ". Encode names as class indices or one-hot rows first."
 
 
-def _may_overflow(wide: Any, narrow: Any) -> bool:
+def _may_overflow(wide: np.dtype, narrow: np.dtype) -> bool:
     wider = jnp.issubdtype(wide, jnp.inexact) and jnp.finfo(wide).max > jnp.finfo(narrow).max
     return bool(wider) or (wide.kind in "iu" and narrow.itemsize == 2)
 
 
-def _check_same(name: str, array: Any, cast: Any) -> None:
+def _check_same(name: str, array: AnyArray, cast: AnyArray) -> None:
     """Raise unless an integer dtype holds these values."""
     # Back in the dtype that came, where integers that wrapped differ from what they were.
     same = (cast.astype(array.dtype) == array).all()
@@ -358,7 +364,7 @@ def _check_same(name: str, array: Any, cast: Any) -> None:
     )
 
 
-def _signs_agree(array: Any, cast: Any) -> bool:
+def _signs_agree(array: AnyArray, cast: AnyArray) -> bool:
     """A negative number converted to unsigned and back is itself again, although its sign was lost."""
     if array.dtype == bool or cast.dtype == bool:
         return True

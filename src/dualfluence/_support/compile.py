@@ -14,7 +14,7 @@ caller has them off.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial, wraps
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
@@ -42,7 +42,10 @@ class NotFinite(FloatingPointError, ValueError):
     """The result overflows. The message says where, and what to try."""
 
 
-GPU_OPTIONS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
+Options = dict[str, bool | int | str]
+
+
+GPU_OPTIONS: Options = {"xla_gpu_enable_triton_gemm": False}
 
 FLOAT64_OPTIONS = {"xla_disable_hlo_passes": "cudnn-fused-convolution-rewriter"}
 """Passes that are switched off with 64-bit types on. One moves the factor of a convolution (the
@@ -60,7 +63,7 @@ UNTUNED_BYTES = 2 * 2**30
 kernels of up to 4 GiB may be held twice while their first program compiles."""
 
 
-def gpu_options() -> dict[str, Any]:
+def gpu_options() -> Options:
     """Compiler options on a GPU."""
     return GPU_OPTIONS | (FLOAT64_OPTIONS if jax.config.read("jax_enable_x64") else {})
 
@@ -77,7 +80,7 @@ class Compiled(Generic[P, T]):
 
     def __init__(self, fn: Callable[P, T], transform: Callable[..., Any]) -> None:
         self._fn, self._transform = fn, transform
-        self._made: dict[Any, Any] = {}
+        self._made: dict[Hashable, Callable[P, T]] = {}
         self.__name__, self.__doc__ = getattr(fn, "__name__", "compiled"), fn.__doc__
         self.__wrapped__ = fn
 
@@ -90,7 +93,7 @@ class Compiled(Generic[P, T]):
         """The compiled function for calls from outside of other compiled functions."""
         return self._with(gpu_options()) if self._on_gpu else self._inner
 
-    def _with(self, options: dict[str, Any]) -> Any:
+    def _with(self, options: Options) -> Callable[P, T]:
         """The function under these options: those of float64 differ, and a process may use both."""
         key = tuple(sorted(options.items()))
         if key not in self._made:
@@ -102,7 +105,7 @@ class Compiled(Generic[P, T]):
         return jax.default_backend() == "gpu"
 
     @property
-    def untuned(self) -> Any:
+    def untuned(self) -> Callable[P, T]:
         """The same for arguments so large that trial runs on copies of them would not fit."""
         return self._with(gpu_options() | UNTUNED_OPTIONS)
 
@@ -111,7 +114,7 @@ class Compiled(Generic[P, T]):
         inside = any(isinstance(leaf, Tracer) for leaf in leaves)
         return self._pick(leaves, inside)(*args, **kwargs)
 
-    def _pick(self, leaves: list[Any], inside: bool) -> Callable[P, T]:
+    def _pick(self, leaves: list[object], inside: bool) -> Callable[P, T]:
         if inside:
             return self._inner
         if self._on_gpu and holds_much(leaves):
@@ -119,7 +122,7 @@ class Compiled(Generic[P, T]):
         return self.outermost
 
 
-def holds_much(leaves: list[Any]) -> bool:
+def holds_much(leaves: list[object]) -> bool:
     """Whether the arrays among the leaves take more than `UNTUNED_BYTES`."""
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, ARRAYS)) > UNTUNED_BYTES
 
@@ -135,7 +138,7 @@ class Filtered(Compiled[P, T]):
         super().__init__(fn, eqx.filter_jit)
         self._arrays_only = Compiled(fn, jax.jit)
 
-    def _pick(self, leaves: list[Any], inside: bool) -> Callable[P, T]:
+    def _pick(self, leaves: list[object], inside: bool) -> Callable[P, T]:
         if all(isinstance(leaf, ARRAYS) for leaf in leaves):
             return self._arrays_only._pick(leaves, inside)
         return super()._pick(leaves, inside)
@@ -156,19 +159,19 @@ def has_float64() -> bool:
     return jnp.dtype(jax.dtypes.canonicalize_dtype(float)) == jnp.float64
 
 
-def double(wanted: bool = True) -> AbstractContextManager[Any]:
+def double(wanted: bool = True) -> AbstractContextManager[object]:
     """A scope with 64-bit types, in this thread only. It does nothing if they are on or not wanted."""
     return nullcontext() if not wanted or has_float64() else _switched(True)
 
 
-def _switched(on: bool) -> AbstractContextManager[Any]:
+def _switched(on: bool) -> AbstractContextManager[object]:
     own: Any = getattr(jax, "enable_x64", None)
     if own is None:  # the name that it has in JAX 0.6 and 0.7
         own = importlib.import_module("jax.experimental").enable_x64
     return own(on)
 
 
-def types_of_64_bits(on: bool) -> AbstractContextManager[Any]:
+def types_of_64_bits(on: bool) -> AbstractContextManager[object]:
     """A scope with 64-bit types, or without them."""
     return double() if on else _switched(False)
 
@@ -203,11 +206,11 @@ def in_own_precision(
     return call
 
 
-def _wider(leaf: Any) -> Any:
+def _wider(leaf: PyTree) -> PyTree:
     return leaf.astype(jnp.float64) if _is_float_array(leaf) else leaf
 
 
-def _narrower(leaf: Any) -> Any:
+def _narrower(leaf: PyTree) -> PyTree:
     if not (isinstance(leaf, jax.Array) and leaf.dtype == jnp.float64):
         return leaf
     narrow = leaf.astype(jnp.float32)
@@ -220,5 +223,5 @@ def _narrower(leaf: Any) -> Any:
     return narrow
 
 
-def _is_float_array(leaf: Any) -> bool:
+def _is_float_array(leaf: PyTree) -> bool:
     return hasattr(leaf, "astype") and jnp.issubdtype(leaf.dtype, jnp.floating)

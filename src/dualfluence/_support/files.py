@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 try:
     import fcntl
@@ -44,7 +44,7 @@ class MissingFileError(FileError, FileNotFoundError):
 
 
 def write_atomically(
-    path: Path, write: Callable[[IO[bytes]], Any], *, private: bool = False
+    path: Path, write: Callable[[IO[bytes]], object], *, private: bool = False
 ) -> None:
     """Write to a temporary name beside `path`, then rename; nothing is left after a failure.
 
@@ -97,7 +97,7 @@ def remove_stale(folder: Path, name: str | None = None) -> None:
 
 
 @contextmanager
-def locked(path: Path, busy: Callable[[str], Any]) -> Iterator[None]:
+def locked(path: Path, busy: Callable[[str], object]) -> Iterator[None]:
     """Hold the lock file `path`; the system releases it when this process ends, also if it is killed.
 
     `busy` is called once with the number of the process that holds it, before waiting for that

@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .compile import jit
 from .options import ProgressFn, Ticker
+from .types import AnyArray, KernelArray
 
 SHARE = 0.4
 """Share of the memory that a dense kernel may take; Cholesky needs about as much again."""
@@ -96,7 +98,7 @@ def even_size(n: int, size: int) -> int:
     return ceil(n / ceil(n / size))
 
 
-def pad_rows(x: Any, start: int, size: int) -> Array:
+def pad_rows(x: AnyArray, start: int, size: int) -> Array:
     """Rows `start:start+size` of `x`. Past the end the last row is repeated, so that all blocks have
     one shape and compile once."""
     if start == 0 and size == x.shape[0]:
@@ -133,17 +135,17 @@ def _turned(tile: Array) -> Array:
 
 def fill_kernel(
     block: Callable[[Array, Array], Array],
-    x1: Any,
-    x2: Any | None,
+    x1: AnyArray,
+    x2: AnyArray | None,
     *,
     tail: tuple[int, ...],
-    dtype: Any,
+    dtype: DTypeLike,
     tile: tuple[int, int],
     flat: bool = False,
     out: Literal["device", "host"] = "device",
     label: str = "kernel tiles",
     progress: bool | ProgressFn = True,
-) -> Array | np.ndarray:
+) -> KernelArray:
     r"""Evaluate `block(x1, x2)` of shape `(n1, *tail, n2, *tail)` in tiles.
 
     **Arguments:**
@@ -208,8 +210,8 @@ def fill_kernel(
 
 def _only_tile(
     block: Callable[[Array, Array], Array],
-    x1: Any,
-    x2: Any | None,
+    x1: AnyArray,
+    x2: AnyArray | None,
     tile: tuple[int, int],
     label: str,
     progress: bool | ProgressFn,

@@ -12,8 +12,10 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PRNGKeyArray
 
 from .checks import check_concrete, check_number
+from .types import Numbers
 
 ProgressFn = Callable[[int, int, str], None]
 """Called as `progress(done, total, label)`."""
@@ -68,12 +70,12 @@ LARGEST_COUNT = 2**53
 floats."""
 
 
-def maybe(check: Callable[..., T], name: str, value: Any, **options: Any) -> T | None:
+def maybe(check: Callable[..., T], name: str, value: object, **options: object) -> T | None:
     """`None` for an option that was not given, else the result of `check`."""
     return None if value is None else check(name, value, **options)
 
 
-def check_positive(name: str, value: Any, *, what: str = "number") -> float:
+def check_positive(name: str, value: Numbers, *, what: str = "number") -> float:
     """A positive finite number."""
     number = check_number(name, value)
     if not 0 < number < np.inf:
@@ -97,7 +99,7 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int = LARGEST_CO
     return count
 
 
-def check_worker(what: str, worker: Any) -> tuple[int, int]:
+def check_worker(what: str, worker: object) -> tuple[int, int]:
     """`(i, N)`: the share `i` of `N`, counted from zero."""
     if not isinstance(worker, (tuple, list)) or len(worker) != 2:
         raise TypeError(
@@ -111,7 +113,7 @@ def check_worker(what: str, worker: Any) -> tuple[int, int]:
     return check_count(f"{what}: worker", worker[0], least=0, most=shares - 1), shares
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> str:
     """The value, which must be one of these names."""
     if isinstance(value, str) and value in choices:
         return value
@@ -120,19 +122,19 @@ def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     raise error(f"{name} must be {want}, got {value!r}.")
 
 
-def check_on_failure(what: str, value: Any) -> None:
+def check_on_failure(what: str, value: object) -> None:
     """Raise unless `on_failure` is `"raise"` or `"report"`."""
     check_choice(f"{what}: on_failure", value, ("raise", "report"))
 
 
-def check_flag(name: str, value: Any) -> bool:
+def check_flag(name: str, value: object) -> bool:
     """`True` or `False`; NumPy's booleans count too, other values do not."""
     if not isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} must be True or False, got {value!r}.")
     return bool(value)
 
 
-def check_progress(what: str, value: Any) -> None:
+def check_progress(what: str, value: object) -> None:
     """Raise unless `progress` is a flag or a function."""
     if not isinstance(value, bool) and not callable(value):
         raise TypeError(
@@ -140,7 +142,7 @@ def check_progress(what: str, value: Any) -> None:
         )
 
 
-def check_function(name: str, value: Any, form: str) -> None:
+def check_function(name: str, value: object, form: str) -> None:
     """Raise unless `value` is a function (or an object that can be called); `form` describes its
     arguments."""
     if not callable(value) or isinstance(value, type):
@@ -148,7 +150,7 @@ def check_function(name: str, value: Any, form: str) -> None:
         raise TypeError(f"{name} must be a function {form}, got {given}.")
 
 
-def check_instance(name: str, value: Any, kinds: type | tuple[type, ...], example: str) -> None:
+def check_instance(name: str, value: object, kinds: type | tuple[type, ...], example: str) -> None:
     """Raise unless `value` is an object of these classes, not one of the classes themselves."""
     if isinstance(value, kinds):
         return
@@ -159,7 +161,7 @@ def check_instance(name: str, value: Any, kinds: type | tuple[type, ...], exampl
     raise TypeError(f"{name} must be {example}, got {given}.")
 
 
-def check_loss(what: str, loss: Any, kind: type) -> None:
+def check_loss(what: str, loss: object, kind: type) -> None:
     """Raise unless `loss` is one of the library's."""
     if isinstance(loss, kind):
         return
@@ -169,7 +171,7 @@ def check_loss(what: str, loss: Any, kind: type) -> None:
     check_instance(f"{what}: loss", loss, kind, example)
 
 
-def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
+def check_solver(what: str, solver: object, kinds: tuple[type, ...]) -> None:
     """Raise unless `solver` is `None` or one of these."""
     if solver is not None and not isinstance(solver, kinds):
         raise TypeError(
@@ -177,7 +179,7 @@ def check_solver(what: str, solver: Any, kinds: tuple[type, ...]) -> None:
         )
 
 
-def check_key(name: str, key: Any) -> Any:
+def check_key(name: str, key: Numbers) -> PRNGKeyArray:
     """A single random key: `jax.random.key(0)`, or one of `jax.random.PRNGKey`."""
     check_concrete(name, key)
     if isinstance(key, jax.Array):
@@ -190,7 +192,7 @@ def check_key(name: str, key: Any) -> Any:
     )
 
 
-def check_path(name: str, path: Any) -> Path:
+def check_path(name: str, path: object) -> Path:
     """A path that a file system can hold."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{name}: path must be a string or a Path, got {type(path).__name__}.")

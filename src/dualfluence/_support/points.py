@@ -5,25 +5,28 @@ stored, spread over devices and overwritten as for any array. Only the network, 
 knows that they come from a tree. Also here: which leaves of a tree are parameters, and norms of trees.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PyTree
 
 from .checks import as_dtype, as_features, as_jax
+from .types import AnyArray, AnyLeaf, Inputs, Numbers
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> TypeGuard[AnyLeaf]:
     """Whether `leaf` is an array, or the shape of one."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
+    return isinstance(leaf, AnyLeaf)
 
 
-def is_floating(leaf: Any) -> bool:
+def is_floating(leaf: object) -> bool:
     """Whether `leaf` can be a parameter: an array of floating-point numbers.
 
     Python numbers cannot: they are settings, and most libraries do not train them.
@@ -31,7 +34,7 @@ def is_floating(leaf: Any) -> bool:
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def common_dtype(*arrays_or_dtypes: Any) -> Any:
+def common_dtype(*arrays_or_dtypes: AnyLeaf | DTypeLike) -> np.dtype:
     """The dtype that holds all of these by JAX's table, even if a user asks for strict promotion."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*arrays_or_dtypes)
@@ -54,7 +57,7 @@ def tree_norm(tree: PyTree) -> Float[Array, ""]:
 BYTES = np.dtype(np.uint8)
 
 
-def is_tree(x: Any) -> bool:
+def is_tree(x: Inputs) -> bool:
     """Whether inputs are a tree of arrays rather than one array.
 
     A tree is a dict, a tuple of arrays, or any other node that JAX knows. A list is one array made of
@@ -66,11 +69,11 @@ def is_tree(x: Any) -> bool:
     return not plain or all(_is_array(part) or is_tree(part) for part in x)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: object) -> bool:
     return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def count_points(x: Any) -> int:
+def count_points(x: Inputs) -> int:
     """Length of axis 0 of an array or of a tree of arrays."""
     return jax.tree.leaves(x)[0].shape[0]
 
@@ -91,12 +94,12 @@ class Form:
         """Packed points, as a shape."""
         return jax.ShapeDtypeStruct((num_points, self.size), BYTES)
 
-    def holds(self, x: Any) -> bool:
+    def holds(self, x: Inputs) -> bool:
         """Whether `x` are packed points, as the library passes them on internally."""
         kept = isinstance(x, jax.Array | np.ndarray) and x.dtype == BYTES
         return bool(kept and x.ndim == 2 and x.shape[1] == self.size)
 
-    def pack(self, name: str, x: Any) -> jax.Array:
+    def pack(self, name: str, x: Inputs) -> jax.Array:
         """Points of this form as rows of bytes on the device, checked."""
         if self.holds(x):
             return jnp.asarray(x)
@@ -118,7 +121,7 @@ class Form:
         # On the host: on the device every number of points would be a program of its own.
         return jax.device_put(np.concatenate(packed, axis=1))
 
-    def unpack(self, rows: Any) -> Any:
+    def unpack(self, rows: Array) -> Inputs:
         """The tree of arrays; may be traced."""
         arrays, start, n = [], 0, rows.shape[0]
         for shape, name in self.leaves:
@@ -129,7 +132,7 @@ class Form:
             start = stop
         return jax.tree.unflatten(self.tree, arrays)
 
-    def to_plain(self) -> list[Any]:
+    def to_plain(self) -> list[object]:
         """As lists and names for the header of a file: trees of dicts, tuples and lists have one."""
         places = jax.tree.unflatten(self.tree, range(len(self.leaves)))
         return [_plain(places), [[list(shape), dtype] for shape, dtype in self.leaves]]
@@ -147,7 +150,7 @@ class Form:
         return cls(jax.tree.structure(tree), leaves)
 
 
-def _plain(node: Any) -> Any:
+def _plain(node: Any) -> list[object] | int | None:
     if type(node) is int or node is None:
         return node
     if type(node) in (list, tuple):
@@ -169,7 +172,7 @@ def _from_plain(node: Any) -> Any:
     return {"list": list, "tuple": tuple}[kind](_from_plain(part) for part in parts)
 
 
-def _as_dtype(part: Any, dtype: Any) -> Any:
+def _as_dtype(part: Array, dtype: np.dtype) -> Array:
     """`(..., width)` bytes as `(...)` numbers."""
     if dtype == jnp.bool_:
         return part[..., 0] != 0
@@ -182,7 +185,7 @@ def _width(dtype: str) -> int:
     return jnp.dtype(dtype).itemsize
 
 
-def _like(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
+def _like(name: str, leaf: Numbers, want: jax.ShapeDtypeStruct) -> jax.Array:
     array = as_dtype(name, leaf, want.dtype)
     if array.ndim == 0 or array.shape[1:] != want.shape[1:]:
         shape = ", ".join(("q", *map(str, want.shape[1:])))
@@ -190,7 +193,7 @@ def _like(name: str, leaf: Any, want: jax.ShapeDtypeStruct) -> jax.Array:
     return as_features(name, array)
 
 
-def form_of(name: str, x: Any) -> Form | None:
+def form_of(name: str, x: Inputs) -> Form | None:
     """The form of a tree of arrays, checked; `None` for one array."""
     if not is_tree(x):
         return None
@@ -204,7 +207,7 @@ def form_of(name: str, x: Any) -> Form | None:
     )
 
 
-def _entered(name: str, leaf: Any) -> Any:
+def _entered(name: str, leaf: Numbers) -> AnyArray | jax.ShapeDtypeStruct:
     if not _is_array(leaf):
         raise TypeError(
             f"{name}: expected an array with points on axis 0, got {type(leaf).__name__}. Put "
@@ -213,7 +216,7 @@ def _entered(name: str, leaf: Any) -> Any:
     return as_jax(name, leaf) if not isinstance(leaf, Tracer | jax.ShapeDtypeStruct) else leaf
 
 
-def common_length(name: str, arrays: list[Any]) -> int:
+def common_length(name: str, arrays: Sequence[AnyArray | jax.ShapeDtypeStruct]) -> int:
     """Length of axis 0, which all of these must share."""
     lengths = {a.shape[0] if a.ndim else None for a in arrays}
     if len(lengths) != 1 or None in lengths:
@@ -224,11 +227,11 @@ def common_length(name: str, arrays: list[Any]) -> int:
     return arrays[0].shape[0]
 
 
-def enter_points(name: str, x: Any, form: Form | None) -> jax.Array:
+def enter_points(name: str, x: Inputs, form: Form | None) -> jax.Array:
     """Finite features on the device, one row per point: those of one array, or packed."""
     return as_features(name, x) if form is None else form.pack(name, x)
 
 
-def shown(rows: Any, form: Form | None) -> np.ndarray | None:
+def shown(rows: AnyArray, form: Form | None) -> np.ndarray | None:
     """Features to show beside scores; `None` for a tree of arrays, which is not a picture."""
     return None if form is not None else np.asarray(rows)

@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from .checks import as_array, check_finite, check_not_empty, check_numbers
 from .files import FileError, write_atomically
 from .memory import PANEL_BYTES
 from .options import check_path
+from .types import AnyPath, Numbers
 
 
 class DiskRows:
@@ -29,7 +30,7 @@ Rows = np.ndarray | DiskRows
 """Points on axis 0 of which a slice costs its own bytes; a memory-mapped array is one of NumPy's."""
 
 
-def on_disk(x: Any) -> bool:
+def on_disk(x: Numbers) -> bool:
     """Whether `x` is an array whose rows are on disk."""
     if isinstance(x, np.memmap):
         return True
@@ -37,7 +38,7 @@ def on_disk(x: Any) -> bool:
     return chunked and hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def as_rows(name: str, x: Any) -> Rows:
+def as_rows(name: str, x: Numbers) -> Rows:
     """Points on axis 0, on disk where they are on disk, checked block by block."""
     rows = DiskRows(name, x) if on_disk(x) and not isinstance(x, np.ndarray) else None
     found = np.asarray(as_array(name, x)) if rows is None else rows
@@ -55,7 +56,7 @@ def blocks(rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
         yield start, rows[start : min(start + size, n)]
 
 
-def spool(batches: Iterable[Any], path: Any) -> np.memmap:
+def spool(batches: Iterable[Numbers], path: AnyPath) -> np.memmap:
     """Write batches of rows to one `.npy` file, and return that file as a memory-mapped array.
 
     For inputs that only come in batches, such as those of a data loader: a kernel reads every row many
@@ -77,7 +78,7 @@ def spool(batches: Iterable[Any], path: Any) -> np.memmap:
     return np.load(path, mmap_mode="r")
 
 
-def _write(file: Any, batches: Iterable[Any]) -> None:
+def _write(file: IO[bytes], batches: Iterable[Numbers]) -> None:
     first, total = None, 0
     for batch in batches:
         rows = np.ascontiguousarray(as_array("spool: batch", batch))

@@ -1,10 +1,10 @@
 """Functions of the rows that one device of a mesh holds."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree
 
 AXIS = "rows"
 """The one axis of the library's meshes."""
@@ -14,8 +14,8 @@ ROWS, EVERY = PartitionSpec(AXIS), PartitionSpec()
 
 
 def on_shards(
-    fn: Callable[..., Any], mesh: Any, in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
+    fn: Callable[..., PyTree], mesh: Mesh | AbstractMesh, in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., PyTree]:
     """`jax.shard_map` under the names it has had since JAX 0.6; no check of replication."""
     if hasattr(jax, "shard_map"):
         return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

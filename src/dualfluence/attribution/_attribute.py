@@ -4,13 +4,14 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.checks import OVERFLOW, check_finite, check_indices, check_range
@@ -18,6 +19,7 @@ from .._support.compile import HIGHEST, filter_jit
 from .._support.memory import even_size, memory_budget
 from .._support.options import ProgressFn, Ticker
 from .._support.points import shown
+from .._support.types import AnyPath, Inputs, Numbers
 from ..dual._model import TrainedModel
 from ..dual._reweighted import columns_at_once, reweighted
 from ..problem._quantity import Quantity, as_quantity
@@ -37,14 +39,14 @@ COPIES = 8
 
 def attribute(
     fitted: TrainedModel,
-    xq: Any,
-    yq: Any = None,
+    xq: Inputs,
+    yq: Numbers | None = None,
     *,
     of: str | Callable[[Array, Array], Array] = "loss",
     first_order: bool = False,
     refine: float | None = None,
     block_size: int | None = None,
-    out: Any = None,
+    out: AnyPath | None = None,
     progress: bool | ProgressFn = True,
 ) -> Attribution:
     """See `Fitted.attribute`."""
@@ -100,9 +102,9 @@ def attribute(
 
 def attribute_groups(
     fitted: TrainedModel,
-    groups: Mapping[Any, Any] | Sequence[Any],
-    xq: Any,
-    yq: Any = None,
+    groups: Mapping[Hashable, Numbers] | Sequence[Numbers],
+    xq: Inputs,
+    yq: Numbers | None = None,
     *,
     of: str | Callable[[Array, Array], Array] = "loss",
     refine: float | None = None,
@@ -187,7 +189,7 @@ def _check_options(first_order: bool, refine: float | None, block_size: int | No
         raise ValueError(f"attribute: block_size must be at least 1, got {block_size}.")
 
 
-def _checked_groups(groups: Any, fitted: TrainedModel) -> tuple[list[Any], list[np.ndarray]]:
+def _checked_groups(groups: Any, fitted: TrainedModel) -> tuple[list[Hashable], list[np.ndarray]]:
     named = dict(groups) if isinstance(groups, Mapping) else dict(enumerate(groups))
     if not named:
         raise ValueError("attribute_groups: give at least one group of positions.")
@@ -204,7 +206,7 @@ def _checked_groups(groups: Any, fitted: TrainedModel) -> tuple[list[Any], list[
     return list(named), members
 
 
-def _quantity(fitted: TrainedModel, of: Any, yq: Any, num_queries: int) -> Quantity:
+def _quantity(fitted: TrainedModel, of: Any, yq: Numbers | None, num_queries: int) -> Quantity:
     return as_quantity(of, fitted.loss, yq, num_queries, fitted.num_outputs, fitted.offset.dtype)
 
 
@@ -362,7 +364,7 @@ def _notes(
 class _Values:
     """The `(q, n)` result: in memory, or in a file that appears under its name once it is whole."""
 
-    def __init__(self, out: Any, shape: tuple[int, int], dtype: Any) -> None:
+    def __init__(self, out: AnyPath | None, shape: tuple[int, int], dtype: DTypeLike) -> None:
         self._path = None if out is None else Path(out)
         self.result: np.ndarray = np.zeros((0, 0), dtype)
         if self._path is None:
@@ -378,7 +380,7 @@ class _Values:
     def __enter__(self) -> "_Values":
         return self
 
-    def __exit__(self, kind: Any, *exc: object) -> None:
+    def __exit__(self, kind: object, *exc: object) -> None:
         if self._path is None:
             self.result = self.array
             return

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import PyTree
 
 from .._support.archive import read_archive, write_archive
 from .._support.files import write_whole
 from .._support.options import check_count
 from .._support.show import Shown, Table, count
+from .._support.types import AnyArray, AnyPath, Inputs, Json, Numbers
 from ..losses._tokens import IGNORED
 
 FORMAT = "dualfluence-attribution"
@@ -62,11 +64,11 @@ class Attribution(Shown):
     distance_bound: np.ndarray | None = None
     unit: str | None = "change of the quantity"
     notes: tuple[str, ...] = ()
-    stats: dict[str, Any] = field(default_factory=dict)
-    x: Any = None
-    y: Any = None
-    xq: Any = None
-    yq: Any = None
+    stats: Json = field(default_factory=dict)
+    x: AnyArray | None = None
+    y: AnyArray | None = None
+    xq: AnyArray | None = None
+    yq: AnyArray | None = None
     tokens: np.ndarray | None = None
 
     @property
@@ -106,7 +108,7 @@ class Attribution(Shown):
     def _in_float32(self) -> "Attribution":
         """The same scores for a caller whose JAX has only float32; those in a file stay."""
 
-        def narrow(array: Any) -> Any:
+        def narrow(array: PyTree) -> PyTree:
             plain = type(array) is np.ndarray and array.dtype == np.float64
             return array.astype(np.float32) if plain else array
 
@@ -126,7 +128,7 @@ class Attribution(Shown):
             )
         return self.direction * self.own
 
-    def save(self, path: Any, *, include_features: bool = False) -> None:
+    def save(self, path: AnyPath, *, include_features: bool = False) -> None:
         """Write one `.npz` file without pickle, atomically; `include_features` adds `x`, `xq`, …"""
         arrays = {"values": np.asarray(self.values)}
         names = ("own", "outputs_without", "distance_bound", "tokens") + (
@@ -140,7 +142,7 @@ class Attribution(Shown):
         write_archive(Path(path), header, arrays)
 
     @classmethod
-    def load(cls, path: Any) -> "Attribution":
+    def load(cls, path: AnyPath) -> "Attribution":
         """Read a file of `save`; a damaged file, or one of another kind, raises an error."""
         header, arrays = read_archive(Path(path), FORMAT, VERSION, "Attribution.load")
         names = ("of", "direction", "unit", "stats")
@@ -185,7 +187,7 @@ class Attribution(Shown):
             return columns
         assert self.tokens is not None
         parts, counted = np.asarray(self.tokens), np.ones(self.tokens.shape[1:], bool)
-        if np.shape(self.y) == counted.shape:
+        if self.y is not None and np.shape(self.y) == counted.shape:
             counted = np.asarray(self.y) != IGNORED
         row, token = np.nonzero(counted[train])
         columns = {name: column[row] for name, column in columns.items()}
@@ -224,7 +226,11 @@ class Attribution(Shown):
         return plot_strip(self, query, k, **options)
 
     def with_features(
-        self, x: Any = None, y: Any = None, xq: Any = None, yq: Any = None
+        self,
+        x: Inputs = None,
+        y: Numbers | None = None,
+        xq: Inputs = None,
+        yq: Numbers | None = None,
     ) -> "Attribution":
         """The same scores with training points and queries added, for pictures."""
         for name, rows, want in (("x", x, self.num_points), ("xq", xq, self.num_queries)):

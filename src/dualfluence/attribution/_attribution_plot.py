@@ -1,9 +1,12 @@
 """A query beside its most helpful and most harmful training points."""
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from .._support.types import Numbers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,7 +38,7 @@ def _scaled(array: np.ndarray) -> np.ndarray:
     return (array - low) / (high - low if high > low else 1)
 
 
-def label(targets: Any, index: int) -> str:
+def label(targets: Numbers | None, index: int) -> str:
     """A target in a few characters."""
     if targets is None:
         return ""
@@ -51,7 +54,9 @@ def label(targets: Any, index: int) -> str:
     )
 
 
-def plot_strip(result: Any, query: int = 0, k: int = 8, *, names: Any = None) -> Figure:
+def plot_strip(
+    result: Any, query: int = 0, k: int = 8, *, names: Sequence[str] | None = None
+) -> Figure:
     """The query on the left; in the upper row the points that helped it, in the lower row those that
     harmed it.
 
@@ -102,7 +107,7 @@ def _pictures(result: Any, points: np.ndarray) -> dict[int, Any]:
     return {int(i): as_picture(result.x[i]) for i in points}
 
 
-def _query_panel(axis: Any, result: Any, query: int, names: Any) -> None:
+def _query_panel(axis: Any, result: Any, query: int, names: Sequence[str] | None) -> None:
     axis.set_title(f"query {query}: {_name(result.yq, query, names)}\n{result.of}", fontsize=10)
     axis.set_xticks([])
     axis.set_yticks([])
@@ -114,7 +119,9 @@ def _query_panel(axis: Any, result: Any, query: int, names: Any) -> None:
         axis.text(0.5, 0.5, text, ha="center", va="center", wrap=True, fontsize=8)
 
 
-def _table(axis: Any, kind: str, colour: str, points: list[Any], result: Any, names: Any) -> None:
+def _table(
+    axis: Any, kind: str, colour: str, points: list[Any], result: Any, names: Sequence[str] | None
+) -> None:
     axis.axis("off")
     axis.set_title(kind, color=colour, loc="left", fontsize=10)
     rows = [["point"], ["target"], ["effect"]]
@@ -125,6 +132,6 @@ def _table(axis: Any, kind: str, colour: str, points: list[Any], result: Any, na
     axis.table(cellText=rows, loc="center", edges="horizontal")
 
 
-def _name(targets: Any, index: int, names: Any) -> str:
+def _name(targets: Numbers | None, index: int, names: Sequence[str] | None) -> str:
     text = label(targets, index)
     return str(names[int(text)]) if names is not None and text.isdigit() else text

@@ -297,7 +297,7 @@ def _share(p: float) -> str:
     return f"{p:.2f}" if p < 0.995 else "over 0.99"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, (float, np.floating)):
         return f"{value:.4g}"
     return np.array2string(value, precision=3) if isinstance(value, np.ndarray) else str(value)

@@ -1,12 +1,12 @@
 """The audit's own model: ridge regression on the features of a kernel, every point left out exactly."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from .._support.compile import double
+from .._support.types import Inputs, Numbers
 from ..infinite import Dense, Relu, serial
 from ..models._sources import AbstractSource
 from ._audit import Evidence
@@ -31,7 +31,7 @@ class WideNetwork:
         layer = Dense(W_std=1.5, b_std=0.1)
         self.network = serial(layer, Relu(), layer, Relu(), layer)
 
-    def kernel(self, x1: Any, x2: Any) -> np.ndarray:
+    def kernel(self, x1: Inputs, x2: Inputs) -> np.ndarray:
         """`K(x1, x2)`, a tile at a time; the last ones are filled up with copies."""
         left, right = _tiles(x1), _tiles(x2)
         rows = [
@@ -40,7 +40,7 @@ class WideNetwork:
         return np.block(rows)[: len(x1), : len(x2)]
 
 
-def _tiles(x: Any) -> list[np.ndarray]:
+def _tiles(x: Inputs) -> list[np.ndarray]:
     x = np.asarray(x)
     spare = -len(x) % TILE
     filled = np.concatenate([x, np.repeat(x[-1:], spare, axis=0)])
@@ -95,10 +95,10 @@ def from_features(
 
 def from_kernel(
     source: AbstractSource,
-    x: Any,
+    x: Inputs,
     targets: np.ndarray,
     classes: np.ndarray | None,
-    xq: Any,
+    xq: Inputs,
     test_targets: np.ndarray | None,
 ) -> Evidence:
     """Of a kernel `(n1, n2)` of the user's own."""
@@ -145,7 +145,7 @@ def from_ridge(
 EXACT = "every point left out exactly"
 
 
-def kernel_distances(source: AbstractSource, x: Any, xq: Any) -> Distances:
+def kernel_distances(source: AbstractSource, x: Inputs, xq: Inputs) -> Distances:
     """Of the kernel itself, summed over outputs."""
     asked = x if xq is None else xq
 
@@ -157,13 +157,13 @@ def kernel_distances(source: AbstractSource, x: Any, xq: Any) -> Distances:
     return Distances(block, own, own if xq is None else _diagonal(source, x), xq is None)
 
 
-def over_outputs(block: Any) -> np.ndarray:
+def over_outputs(block: Numbers) -> np.ndarray:
     """`(n1, n2)`: the trace over outputs of a block `(n1, c, n2, c)`."""
     array = np.asarray(block, float)
     return array if array.ndim == 2 else np.einsum("iaja->ij", array)
 
 
-def _diagonal(source: AbstractSource, x: Any, rows: int = 64) -> np.ndarray:
+def _diagonal(source: AbstractSource, x: Inputs, rows: int = 64) -> np.ndarray:
     with double():
         parts = [
             np.diagonal(over_outputs(source.block(x[i : i + rows], x[i : i + rows], False)))
@@ -172,10 +172,12 @@ def _diagonal(source: AbstractSource, x: Any, rows: int = 64) -> np.ndarray:
     return np.concatenate(parts)
 
 
-def _features(x: Any, kernel: Callable[[Any, Any], Any]) -> Callable[[Any], np.ndarray]:
+def _features(
+    x: Inputs, kernel: Callable[[Inputs, Inputs], Numbers]
+) -> Callable[[Inputs], np.ndarray]:
     """`φ` with `K(x, x') ≈ φ(x)·φ(x')` after Nyström, exact for up to `MAX_RANK` points."""
 
-    def entries(x1: Any, x2: Any) -> np.ndarray:
+    def entries(x1: Inputs, x2: Inputs) -> np.ndarray:
         with double():
             return over_outputs(kernel(x1, x2))
 

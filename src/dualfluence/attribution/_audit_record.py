@@ -11,6 +11,7 @@ from jaxtyping import Float
 from .._support.checks import as_array, check_finite, check_rows
 from .._support.options import check_choice, check_count
 from .._support.show import Shown, Table, count, html_table
+from .._support.types import Json, Numbers
 
 KINDS = ("label", "conflict", "leak", "leverage", "redundant")
 """In the order in which they are listed."""
@@ -44,8 +45,8 @@ class Finding:
     split: str
     index: int
     reason: str
-    given: Any = None
-    suggested: Any = None
+    given: object = None
+    suggested: object = None
     score: float = 0.0
     probability: float | None = None
     partner: int | None = None
@@ -91,7 +92,7 @@ class Audit(Shown):
     distance: Float[np.ndarray, " n"]
     test_wrong: np.ndarray | None = None
     notes: tuple[str, ...] = ()
-    stats: dict[str, Any] = field(default_factory=dict)
+    stats: Json = field(default_factory=dict)
 
     @property
     def num_points(self) -> int:
@@ -134,7 +135,7 @@ class Audit(Shown):
             check_choice("top: kind", kind, KINDS)
         return tuple(f for f in self.findings if kind in (None, f.kind))[:k]
 
-    def scores(self, **others: Any) -> dict[str, np.ndarray]:
+    def scores(self, **others: Numbers) -> dict[str, np.ndarray]:
         """One row per training point: what was found here, and scores of other tools beside it.
 
         **Arguments:**
@@ -161,7 +162,7 @@ class Audit(Shown):
             columns[name] = array
         return columns
 
-    def to_pandas(self, **others: Any) -> Any:
+    def to_pandas(self, **others: Numbers) -> Any:
         """A `pandas.DataFrame` in long form: one row per finding.
 
         With scores of other tools by name, one row per training point instead: `scores(**others)`.
@@ -171,7 +172,7 @@ class Audit(Shown):
             return pd.DataFrame(self.scores(**others)).set_index("index")
         return pd.DataFrame(list(self.rows()), columns=FIELDS)
 
-    def rows(self) -> Iterator[tuple[Any, ...]]:
+    def rows(self) -> Iterator[tuple[object, ...]]:
         """Findings as rows of plain values."""
         return (tuple(_plain(getattr(f, name)) for name in FIELDS) for f in self.findings)
 
@@ -195,7 +196,7 @@ class Audit(Shown):
         return html_table(*self._table())
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.tolist()
     return value.item() if isinstance(value, np.generic) else value

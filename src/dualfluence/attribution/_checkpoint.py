@@ -10,11 +10,12 @@ itself is never computed. With `P = R` and `g_i = R_ih_i`, the sum is `S_qi = h_
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST, filter_jit
@@ -184,7 +185,7 @@ def _direct_scores(
     return [jnp.concatenate(parts, axis=1) for parts in found]
 
 
-def _all_points(n: int, r: int, dtype: Any) -> Iterator[tuple[np.ndarray, int]]:
+def _all_points(n: int, r: int, dtype: DTypeLike) -> Iterator[tuple[np.ndarray, int]]:
     """All points in blocks of one size, with the number of those that the block before had too."""
     size = even_size(n, rows_at_once(n, r, dtype))
     for i in range(0, n, size):

@@ -12,7 +12,7 @@ The first-order effect is the same without renormalisation and leverage: `b = 0`
 
 import abc
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -22,6 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from .._support.compile import HIGHEST, filter_jit
 from .._support.memory import total_memory
+from .._support.types import AnyArray
 from ..dual._model import TrainedModel, problem_on_device
 from ..dual._reweighted import reweighted
 from ..linalg import AbstractInverse
@@ -66,7 +67,7 @@ class Terms(eqx.Module):
         return -(self.loss_grad[:, :, None] + self.alpha[:, :, None] * ridge[None, None, :])
 
 
-Part = tuple[Int[np.ndarray, " k"], Callable[[Any], Steps]]
+Part = tuple[Int[np.ndarray, " k"], Callable[[AnyArray], Steps]]
 
 
 class AbstractLeaveOneOut(eqx.Module):
@@ -103,7 +104,7 @@ class DenseForm(AbstractLeaveOneOut):
         K, c = self.op.matrix, self.op.c
         terms = eqx.tree_at(lambda t: t.factor, self.terms, self.terms.factor.narrow())
 
-        def make(inverse: AbstractInverse) -> Callable[[Any], Steps]:
+        def make(inverse: AbstractInverse) -> Callable[[AnyArray], Steps]:
             return lambda block: Steps(
                 *_dense_steps(
                     K, c, terms, inverse, jnp.asarray(block), self._ridge(block), self.first_order
@@ -117,7 +118,7 @@ class DenseForm(AbstractLeaveOneOut):
             inverse = cholesky_inverse(K, c, terms.factor, ridge, whole=not self.first_order)
             yield part, make(inverse)
 
-    def _ridge(self, block: Any) -> Array:
+    def _ridge(self, block: AnyArray) -> Array:
         return jnp.asarray(self.ridges[np.asarray(block)], self.terms.alpha.dtype)
 
 
@@ -137,7 +138,7 @@ class KroneckerDiagonalForm(AbstractLeaveOneOut):
         for part, ridge in self.by_ridge(points):
             yield part, self._solver(ridge)
 
-    def _solver(self, ridge: float | None) -> Callable[[Any], Steps]:
+    def _solver(self, ridge: float | None) -> Callable[[AnyArray], Steps]:
         S, factor = self.op.matrix, self.terms.factor
         assert isinstance(factor, DiagonalFactor)
         outputs = [DiagonalFactor(factor.scale[:, a : a + 1]) for a in range(factor.scale.shape[1])]
@@ -147,7 +148,7 @@ class KroneckerDiagonalForm(AbstractLeaveOneOut):
             whole = not self.first_order
             inverses = [cholesky_inverse(S, 1, f, ridge, whole=whole) for f in outputs]
 
-        def steps(block: Any) -> Steps:
+        def steps(block: AnyArray) -> Steps:
             ridges = jnp.asarray(self.ridges[np.asarray(block)], self.terms.alpha.dtype)
             each = []
             for a in range(self.op.c):
@@ -199,7 +200,7 @@ class LowRankForm(AbstractLeaveOneOut):
         features = self.op.features.astype(self.terms.alpha.dtype)
         values, vectors = _feature_spectrum(features, self.terms.factor)
 
-        def steps(block: Any) -> Steps:
+        def steps(block: AnyArray) -> Steps:
             ridge = jnp.asarray(self.ridges[np.asarray(block)], features.dtype)
             args = (features, self.terms, values, vectors, jnp.asarray(block), ridge)
             return Steps(*_low_rank_steps(*args, self.first_order))
@@ -221,7 +222,7 @@ class BatchedForm(AbstractLeaveOneOut):
     def parts(self, points: np.ndarray) -> Iterator[Part]:
         fitted, pre = self.fitted, shared_inverse(self.fitted)
 
-        def steps(block: Any) -> Steps:
+        def steps(block: AnyArray) -> Steps:
             block = np.asarray(block)
             weights = np.repeat(fitted.data.sample_weights[:, None], block.size, axis=1)
             weights[block, np.arange(block.size)] = 0

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import HIGHEST, PRECISION, jit
 from .._support.shards import AXIS, EVERY, ROWS, on_shards
+from .._support.types import AnyPath
 from ..kernels import empirical_kernel
 from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
@@ -40,7 +41,7 @@ def mesh_scores(
     xq: Array,
     quantity: Quantity,
     *,
-    mesh: Any,
+    mesh: Mesh,
     loss: AbstractLoss,
     ridge: float,
     key: Array,
@@ -157,7 +158,7 @@ def _mask(model: Linearized) -> PyTree:
 
 @partial(jit, static_argnames=("mesh",))
 def _scores(
-    factor: SpreadCholesky, T: Array, thin: Array, gain: Array | None, ridge: Array, mesh: Any
+    factor: SpreadCholesky, T: Array, thin: Array, gain: Array | None, ridge: Array, mesh: Mesh
 ) -> Float[Array, "q n"]:
     V = factor.solve(_along_probes(thin, mesh))
 
@@ -174,7 +175,7 @@ def _scores(
 
 @partial(jit, static_argnames=("mesh", "odd"))
 def _half_scores(
-    factor: SpreadCholesky, T: Array, thin: Array, ridge: Array, mesh: Any, odd: int
+    factor: SpreadCholesky, T: Array, thin: Array, ridge: Array, mesh: Mesh, odd: int
 ) -> Float[Array, "q n"]:
     local = partial(_every_second, odd=odd)
     return _scores(factor, T, on_shards(local, mesh, ROWS, ROWS)(thin), None, ridge, mesh)
@@ -188,7 +189,7 @@ def _every_second(thin: Float[Array, "n q r"], odd: int) -> Array:
     return jnp.concatenate([root * own, thin[:, :, m:]], axis=2)
 
 
-def _along_probes(thin: Float[Array, "n q r"], mesh: Any) -> Float[Array, "m q"]:
+def _along_probes(thin: Float[Array, "n q r"], mesh: Mesh) -> Float[Array, "m q"]:
     def local(thin: Array) -> Array:
         return jnp.transpose(thin[:, :, :-1], (0, 2, 1)).reshape(-1, thin.shape[1])
 
@@ -196,7 +197,7 @@ def _along_probes(thin: Float[Array, "n q r"], mesh: Any) -> Float[Array, "m q"]
 
 
 @partial(jit, static_argnames=("mesh", "odd"))
-def _half_system(B: Array, T: Array, mesh: Any, odd: int) -> tuple[Array, Array]:
+def _half_system(B: Array, T: Array, mesh: Mesh, odd: int) -> tuple[Array, Array]:
     """The system of every second probe, in the size that these alone would have."""
     n, m = T.shape[1], B.shape[0] // T.shape[1]
 
@@ -211,7 +212,7 @@ def _half_system(B: Array, T: Array, mesh: Any, odd: int) -> tuple[Array, Array]
 
 
 @partial(jit, static_argnames=("mesh",))
-def _gain(factor: SpreadCholesky, T: Array, mesh: Any) -> Float[Array, "n r"]:
+def _gain(factor: SpreadCholesky, T: Array, mesh: Mesh) -> Float[Array, "n r"]:
     """`C_{ii}⁻¹ (C T_i)_i` of every point, a few columns of `L⁻¹` at a time."""
     n, r = T.shape[1], T.shape[0] // T.shape[1]
     each = ceil(n / ceil(n * r / COLUMNS_AT_ONCE))
@@ -234,7 +235,7 @@ def _gain(factor: SpreadCholesky, T: Array, mesh: Any) -> Float[Array, "n r"]:
     return jax.lax.with_sharding_constraint(gain, spread)
 
 
-def check_mesh(folder: Any, method: str, mesh: Any) -> None:
+def check_mesh(folder: AnyPath | None, method: str, mesh: Any) -> None:
     """Raise for what a mesh cannot do here."""
     if method == "projected":
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from .._support.archive import read_archive, write_archive
+from .._support.types import AnyPath
 
 FORMAT, VERSION = "dualfluence-piece", 1
 
@@ -18,7 +19,7 @@ class Pieces:
     what all pieces share, a tag for each one's own.
     """
 
-    def __init__(self, folder: Any, fingerprint: str) -> None:
+    def __init__(self, folder: AnyPath | None, fingerprint: str) -> None:
         self._folder = None if folder is None else Path(folder)
         self._fingerprint = fingerprint
 

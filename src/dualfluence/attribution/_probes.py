@@ -11,12 +11,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._plan import COMPUTE
 from .._support.compile import HIGHEST
 from .._support.memory import total_memory
 from .._support.options import check_count
+from .._support.types import AnyLeaf
 from ..losses import AbstractFactor
 
 LEADING_WIDTH = 64
@@ -86,13 +88,13 @@ def root_blocks(factor: AbstractFactor, f: Float[Array, "n c"]) -> Float[Array, 
     return jnp.transpose(narrow.rmv(eye), (0, 2, 1))
 
 
-def rank_of(factor: AbstractFactor, f: Any) -> int:
+def rank_of(factor: AbstractFactor, f: AnyLeaf) -> int:
     """The largest rank that a point's curvature can have; nothing is computed but shapes."""
     return eqx.filter_eval_shape(root_blocks, factor, f).shape[2]
 
 
 def chosen(
-    probes: Any, n: int, c: int, rank: int, dtype: Any, devices: int = 1
+    probes: Any, n: int, c: int, rank: int, dtype: DTypeLike, devices: int = 1
 ) -> tuple[Probes | None, str]:
     """What the caller's `probes` means here, or `None` for the exact form, and a note on the choice."""
     if isinstance(probes, str) and probes == "auto":

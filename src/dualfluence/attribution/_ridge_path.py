@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST, NotFinite, filter_jit
 from .._support.show import Shown, Table
+from .._support.types import Numbers
 from ..dual._model import TrainedModel, problem_on_device
 from ..linalg import spectrum
 from ..losses import DiagonalFactor, SquaredError
@@ -107,7 +108,9 @@ def least(values: np.ndarray) -> int:
     return int(np.nanargmin(values))
 
 
-def ridge_path(fitted: TrainedModel, grid: Any = None, what: str = "ridge_path") -> RidgePath:
+def ridge_path(
+    fitted: TrainedModel, grid: Numbers | None = None, what: str = "ridge_path"
+) -> RidgePath:
     """See `Fitted.ridge_path`; `what` is who asks, for messages."""
     fitted = fitted.without_spare_rows()
     data = fitted.data
@@ -135,7 +138,7 @@ def ridge_path(fitted: TrainedModel, grid: Any = None, what: str = "ridge_path")
     )
 
 
-def make_grid(fitted: TrainedModel, grid: Any, what: str) -> np.ndarray:
+def make_grid(fitted: TrainedModel, grid: Numbers | None, what: str) -> np.ndarray:
     """The ridges that were given, or the default ones."""
     if grid is None:
         grid = GRID * float(jnp.mean(fitted.kernel_diagonal))
@@ -203,7 +206,7 @@ def _spectrum(K: Float[Array, "m m"], terms: Terms) -> _Spectrum:
 
 
 @filter_jit
-def _moves(spectrum: _Spectrum, K_mv: Any, ridge: Array, weights: Float[Array, " n"]) -> _Own:
+def _moves(spectrum: _Spectrum, K_mv: Array, ridge: Array, weights: Float[Array, " n"]) -> _Own:
     """Newton steps to another ridge, with all points and without each."""
     terms, M = spectrum.terms, spectrum.M
     lam = ridge * (1 - weights)

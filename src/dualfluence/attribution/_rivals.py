@@ -19,6 +19,7 @@ from .._support.checks import as_features, check_finite, check_queries, check_ro
 from .._support.compile import PRECISION, jit
 from .._support.memory import GRADIENT_BYTES
 from .._support.show import Shown
+from .._support.types import ApplyFn, Inputs, Numbers, Trainable
 from ..kernels import empirical_kernel
 from ..kernels._linearized import Linearized, linearize
 from ..kernels._params import opened
@@ -51,10 +52,10 @@ class _Scores(Shown):
 
     def attribute(
         self,
-        x: Any,
-        y: Any,
-        xq: Any,
-        yq: Any = None,
+        x: Inputs,
+        y: Numbers,
+        xq: Inputs,
+        yq: Numbers | None = None,
         *,
         loss: AbstractLoss | None = None,
         of: Measure = "loss",
@@ -79,9 +80,9 @@ class _Scores(Shown):
 class _Products(_Scores):
     """Gradients of one checkpoint against each other."""
 
-    apply_fn: Callable[..., Any]
+    apply_fn: ApplyFn
     params: PyTree
-    trainable: Any = None
+    trainable: Trainable = None
 
     def _models(self) -> Iterator[Linearized]:
         yield linearize(self.apply_fn, self.params, trainable=self.trainable)
@@ -126,10 +127,10 @@ class TracIn(_Scores):
     - `learning_rate`: `η_t`, one number or one per checkpoint.
     """
 
-    apply_fn: Callable[..., Any]
+    apply_fn: ApplyFn
     checkpoints: Sequence[PyTree]
-    learning_rate: Any = 1.0
-    trainable: Any = None
+    learning_rate: Numbers = 1.0
+    trainable: Trainable = None
 
     def __post_init__(self) -> None:
         if not len(self.checkpoints):
@@ -172,12 +173,12 @@ class TRAK(Shown):
     - `trainable`: as in `linearize`.
     """
 
-    apply_fn: Callable[..., Any]
+    apply_fn: ApplyFn
     models: Sequence[PyTree]
     projection: int | None = None
     damping: float = 1e-2
     seed: int = 0
-    trainable: Any = None
+    trainable: Trainable = None
 
     def __post_init__(self) -> None:
         if not len(self.models):
@@ -191,7 +192,7 @@ class TRAK(Shown):
         object.__setattr__(self, "apply_fn", apply_fn)
         object.__setattr__(self, "trainable", trainable)
 
-    def attribute(self, x: Any, y: Any, xq: Any, yq: Any) -> Attribution:
+    def attribute(self, x: Inputs, y: Numbers, xq: Inputs, yq: Numbers | None) -> Attribution:
         """Scores `(q, n)` for the loss of each query; `y`, `yq` are class labels."""
         start = time.perf_counter()
         model = linearize(self.apply_fn, self.models[0], trainable=self.trainable)
@@ -213,12 +214,12 @@ class TRAK(Shown):
 
 
 def gradient_dot(
-    apply_fn: Any,
+    apply_fn: ApplyFn,
     params: PyTree,
-    x: Any,
-    y: Any,
-    xq: Any,
-    yq: Any,
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None,
     *,
     loss: AbstractLoss | None = None,
 ) -> np.ndarray:
@@ -227,17 +228,17 @@ def gradient_dot(
 
 
 def trak_terms(
-    apply_fn: Any,
+    apply_fn: ApplyFn,
     params: PyTree,
-    x: Any,
-    y: Any,
-    xq: Any,
-    yq: Any,
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None,
     *,
     dampings: Sequence[float] = DAMPINGS,
     projection: int | None = None,
     seed: int = 0,
-    trainable: Any = None,
+    trainable: Trainable = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One model's `φ_qΦᵀ(ΦΦᵀ + ρI)⁻¹` for each damping, `(q, n)`, and its `1 − p_i`, `(n,)`."""
     features, queries = as_features("x", x), as_features("xq", xq)
@@ -261,7 +262,7 @@ def trak_terms(
     return [np.asarray(s) for s in solved], np.asarray(short)
 
 
-def check_labels(y: Any, yq: Any) -> None:
+def check_labels(y: Numbers, yq: Numbers | None) -> None:
     """Raise unless both are class labels."""
     for name, labels in (("y", y), ("yq", yq)):
         array = np.asarray(labels)
@@ -273,7 +274,13 @@ def check_labels(y: Any, yq: Any) -> None:
 
 
 def _check(
-    model: Linearized, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss | None, of: Measure
+    model: Linearized,
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None,
+    loss: AbstractLoss | None,
+    of: Measure,
 ) -> _Data:
     loss = SoftmaxCrossEntropy() if loss is None else loss
     features = as_features("x", x)
@@ -299,7 +306,7 @@ def _mask(model: Linearized) -> PyTree:
 
 
 def _result(
-    values: np.ndarray, data: _Data, yq: Any, notes: tuple[str, ...], start: float
+    values: np.ndarray, data: _Data, yq: Numbers | None, notes: tuple[str, ...], start: float
 ) -> Attribution:
     check_finite("attribution", values, hint="Do the parameters hold NaN or inf?")
     return Attribution(
@@ -316,7 +323,17 @@ def _result(
     )
 
 
-def _folded_kernel(apply_fn: Any, params: PyTree, a: Any, b: Any, trainable: Any = None) -> Array:
+Folding = tuple[Inputs, Array]
+"""Points, and for each a direction of outputs."""
+
+
+def _folded_kernel(
+    apply_fn: ApplyFn,
+    params: PyTree,
+    a: Folding | None,
+    b: Folding | None,
+    trainable: Trainable = None,
+) -> Array:
     """The kernel along one direction of outputs for each point, `(x, u)`."""
     a, b = (pair and (pair[0], pair[1][:, :, None]) for pair in (a, b))
     with jax.default_matmul_precision(PRECISION):

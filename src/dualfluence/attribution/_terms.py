@@ -1,7 +1,7 @@
 """Loss terms of a checkpoint: gradients and directions of outputs, of queries and of training points."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PyTree
 
 from .._support.compile import HIGHEST, filter_jit
+from .._support.types import ApplyFn
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..problem._quantity import Quantity
@@ -124,7 +125,7 @@ def _in_range(R: Float[Array, "n c r"], g: Float[Array, "n c"]) -> tuple[Array, 
 class Folded(eqx.Module):
     """A network seen along directions of outputs of each point: `(x, U) ↦ Uᵀf(x)`."""
 
-    apply_fn: Any = eqx.field(static=True)
+    apply_fn: ApplyFn = eqx.field(static=True)
 
     def __call__(self, params: PyTree, inputs: tuple[Array, Array]) -> Float[Array, "n m"]:
         x, directions = inputs

@@ -8,8 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from .._support.memory import total_memory
+from .._support.types import Inputs, Numbers
 from ..losses import AbstractLoss, SoftmaxCrossEntropy, TokenCrossEntropy
 from ._probes import FULL_SHARE, Probes, RandomProbes, chosen, rank_of
 from ._token_sketch import SKETCH_PROBES
@@ -22,7 +25,12 @@ transformer 1, 2, 4 and 8 had an LDS of 0.57, 0.64, 0.70 and 0.75."""
 
 
 def as_sequences(
-    runs: Sequence[Any], x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss | None
+    runs: Sequence[Any],
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None,
+    loss: AbstractLoss | None,
 ) -> tuple[list[Any], AbstractLoss]:
     """Runs whose networks return rows, and the loss, by default that of what the network returns."""
     if loss is not None and not isinstance(loss, TokenCrossEntropy):
@@ -45,7 +53,7 @@ def probes_of(
     method: str,
     leverage: bool,
     tokens: bool,
-    mesh: Any,
+    mesh: Mesh | None,
 ) -> tuple[Probes | None, str]:
     """The probes of a checked request, `None` for the exact form, and a note on the choice."""
     n, c, dtype = data.x.shape[0], data.num_outputs, data.dtype
@@ -70,7 +78,7 @@ def probes_of(
 
 
 def sequence_probes(
-    probes: Any, n: int, c: int, dtype: Any, method: str, leverage: bool, tokens: bool
+    probes: Any, n: int, c: int, dtype: DTypeLike, method: str, leverage: bool, tokens: bool
 ) -> tuple[Probes | None, str]:
     """The random probes of a request; `None` for the exact form, which only small cases can pay."""
     projected = method == "projected"

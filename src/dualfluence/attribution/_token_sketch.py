@@ -8,8 +8,6 @@ $$S_{qi} = (S J_q^\top v_q)^\top (\lambda I + \Sigma\,\varphi\varphi^\top)^{-1} 
 `S` acts on each matrix of parameters from both sides, `G ↦ L G R`, which is cheap for a gradient.
 """
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -66,7 +64,7 @@ def _signs(key: Array, shape: tuple[int, int], kept: int) -> Array:
     return jax.random.rademacher(key, shape, jnp.float32) / np.float32(kept**0.5)
 
 
-def _matrix(leaf: Any) -> Any:
+def _matrix(leaf: Array) -> Array:
     """A leaf as a matrix; what has one axis becomes a row."""
     return leaf.reshape(1, -1) if leaf.ndim < 2 else leaf.reshape(-1, leaf.shape[-1])
 
@@ -92,7 +90,7 @@ def sketched_scores(
 
 
 def _added_body(
-    A: Array, train: Sequences, sketch: Sketch, here: Any, size: int
+    A: Array, train: Sequences, sketch: Sketch, here: tuple[Array, ...], size: int
 ) -> tuple[Array, Array]:
     # At the caller's precision of products: rounding is far below the error of a projection.
     phi = jax.lax.map(lambda row: jax.vmap(sketch)(train.gradients(row)), here, batch_size=size)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.compile import HIGHEST, PRECISION, filter_jit
 from .._support.memory import tile_budget, total_memory
 from .._support.points import common_dtype, is_tree
+from .._support.types import ApplyFn, Inputs
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._tokens import IGNORED
@@ -38,9 +39,9 @@ AT_ONCE = 16
 class Flat(eqx.Module):
     """A network of sequences with the outputs of a sequence in one row: `(n, T, V)` as `(n, T·V)`."""
 
-    apply_fn: Any = eqx.field(static=True)
+    apply_fn: ApplyFn = eqx.field(static=True)
 
-    def __call__(self, params: PyTree, x: Any) -> Float[Array, "n c"]:
+    def __call__(self, params: PyTree, x: Inputs) -> Float[Array, "n c"]:
         f = self.apply_fn(params, x)
         if getattr(f, "ndim", 0) != 3:
             raise ValueError(
@@ -50,7 +51,7 @@ class Flat(eqx.Module):
         return f.reshape(f.shape[0], -1).astype(common_dtype(f.dtype, jnp.float32))
 
 
-def outputs_shape(apply_fn: Any, params: PyTree, x: Any) -> tuple[int, ...] | None:
+def outputs_shape(apply_fn: ApplyFn, params: PyTree, x: Inputs) -> tuple[int, ...] | None:
     """The shape of the network's outputs for one sequence, or `None` if it cannot be found."""
     try:
         first = jax.tree.map(lambda a: jnp.asarray(a)[:1], x) if is_tree(x) else jnp.asarray(x)[:1]
@@ -197,7 +198,7 @@ def train_rows(train: Sequences, start: int, size: int) -> Float[Array, "b r p"]
 
 
 @filter_jit
-def _train_rows(train: Sequences, here: Any, size: int) -> Array:
+def _train_rows(train: Sequences, here: tuple[Array, ...], size: int) -> Array:
     with jax.default_matmul_precision(PRECISION):
         return jax.lax.map(
             lambda row: _flat(train.gradients(row), train.m + 1), here, batch_size=size
@@ -211,7 +212,7 @@ def query_rows(queries: Queries, start: int, size: int) -> Float[Array, "b p"]:
 
 
 @filter_jit
-def _query_rows(queries: Queries, here: Any) -> Array:
+def _query_rows(queries: Queries, here: tuple[Array, ...]) -> Array:
     with jax.default_matmul_precision(PRECISION):
         # One by one: there are few, and their outputs may be large.
         return jax.lax.map(lambda row: _flat(queries.gradient(row), 1)[0], here)

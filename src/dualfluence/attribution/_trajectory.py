@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from .._support.archive import digest_of_all
@@ -19,6 +20,7 @@ from .._support.compile import jit
 from .._support.options import ProgressFn, Ticker, check_worker
 from .._support.points import Form, form_of, shown
 from .._support.show import Shown
+from .._support.types import AnyPath, ApplyFn, Inputs, Numbers, Trainable
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss
@@ -84,15 +86,15 @@ class Trajectory(Shown):
     - `trainable`: as in `linearize`.
     """
 
-    apply_fn: Callable[..., Any]
-    checkpoints: Any
-    steps: Any
-    learning_rate: Any
+    apply_fn: ApplyFn
+    checkpoints: Sequence[PyTree] | Callable[[int], PyTree]
+    steps: Numbers
+    learning_rate: Numbers
     momentum: float = 0.0
-    preconditioner: Any = None
+    preconditioner: PyTree = None
     weight_decay: float = 0.0
     kappa: float = KAPPA
-    trainable: Any = None
+    trainable: Trainable = None
 
     def __post_init__(self) -> None:
         self._unwrap()
@@ -172,17 +174,19 @@ class Trajectory(Shown):
         scale = tuple(jnp.asarray(d).astype(p.dtype) for d, p, used in rows if used)
         return replace(model, scale=scale).in_scale()
 
-    def attribute(self, x: Any, y: Any, xq: Any, yq: Any = None, **options: Any) -> Attribution:
+    def attribute(
+        self, x: Inputs, y: Numbers, xq: Inputs, yq: Numbers | None = None, **options: Any
+    ) -> Attribution:
         """Scores of every training point for every query; see `attribute_runs`."""
         return attribute_runs([self], x, y, xq, yq, **options)
 
 
 def attribute_runs(
     trajectories: Sequence[Trajectory],
-    x: Any,
-    y: Any,
-    xq: Any,
-    yq: Any = None,
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None = None,
     *,
     loss: AbstractLoss | None = None,
     of: str | Callable[[Array, Array], Array] = "loss",
@@ -192,7 +196,7 @@ def attribute_runs(
     combine: str = "shrunk",
     rank: int = PROJECTED_RANK,
     tokens: bool = False,
-    folder: Any = None,
+    folder: AnyPath | None = None,
     worker: tuple[int, int] | None = None,
     mesh: Mesh | Sequence[Device] | None = None,
     progress: bool | ProgressFn = True,
@@ -284,7 +288,7 @@ def attribute_runs(
 
 
 def _share(
-    work: list[tuple[int, int]], worker: tuple[int, int] | None, folder: Any
+    work: list[tuple[int, int]], worker: tuple[int, int] | None, folder: AnyPath | None
 ) -> list[tuple[int, int]]:
     """The runs and checkpoints of one worker, or all of them."""
     if worker is None:
@@ -338,13 +342,19 @@ class _Data:
     xq: Array
     quantity: Quantity
     num_outputs: int
-    yq: Any
+    yq: Numbers | None
     form: Form | None
-    dtype: Any
+    dtype: DTypeLike
 
 
 def _check_data(
-    run: Trajectory, x: Any, y: Any, xq: Any, yq: Any, loss: AbstractLoss, of: Any
+    run: Trajectory,
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None,
+    loss: AbstractLoss,
+    of: Any,
 ) -> _Data:
     form = form_of("x", x)
     features = jnp.asarray(x) if form is None else form.pack("x", x)

@@ -1,9 +1,8 @@
 r"""Kernels of a network folded along directions of outputs of its training points."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.compile import PRECISION
@@ -79,7 +78,7 @@ def _work_space() -> int | None:
     return None if jax.default_backend() == "cpu" else int(WORK_SHARE * memory_budget())
 
 
-def rows_at_once(n: int, r: int, dtype: Any) -> int:
+def rows_at_once(n: int, r: int, dtype: DTypeLike) -> int:
     """Rows of a kernel with `r` numbers for each of `n` points that are computed at once."""
     each = 3 * n * r * jnp.dtype(dtype).itemsize
     return int(min(n, max(1, BLOCK_SHARE * memory_budget() // each)))

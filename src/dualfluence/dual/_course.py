@@ -217,6 +217,7 @@ class Course:
             return math.inf
         if goal.counts_steps:
             return rtol
+        # A gradient of zero would divide by zero; 1e-300 is below every other one, and a number in float64.
         norm = max(self.norm, 1e-300)
         share = min(1.0, norm / max(self.first, 1e-300))
         asked = 0.0 if goal.distance is None else LOOSEST * goal.distance * self.ridge / norm
@@ -225,6 +226,7 @@ class Course:
     def take(self, report: StepReport, dtype: DTypeLike) -> bool:
         """Count a step, and say whether it led to the best point so far."""
         self.last = report
+        # First of all: nothing below may compare with NaN.
         check_report(report, dtype, self.what)
         self.steps, self.iterations = self.steps + 1, self.iterations + report.iterations
         self.products, self.residual = self.products + report.products, report.residual
@@ -235,11 +237,13 @@ class Course:
         stuck = report.step_size == 0 and self.damping >= MAX_DAMPING
         falls = not report.settled and not stuck
         helped = falls or self.norm <= HELPED * self.certificate.gradient_norm
+        # A failed solve is not the end while a larger ridge can still make it easier.
         unsolved = not report.converged and report.residual > UNSOLVED
         helped = helped or (unsolved and self.damping < MAX_DAMPING)
         # A direction that is all rounding leads nowhere; more damping turns it towards the gradient.
         failed = unsolved or report.step_size == 0
         changed = self.damping * HARDER if failed else self.damping / EASIER
+        # Never below what rounding asks for, never beyond where more changes nothing.
         self.damping = min(max(1.0, changed), MAX_DAMPING)
         self.stalled = 0 if helped else self.stalled + 1
         # Below its rounding a gradient says nothing, and a step still brings `α` to `-g/λ`, where it rounds
@@ -258,12 +262,15 @@ class Course:
         the line search has judged it.
         """
         last = self.last
+        # A run that took no step had nothing to solve.
         if last is None or last.converged:
             return True
         return last.jitter > 0 and last.residual <= UNSOLVED
 
     def ending(self, goal: Goal) -> Ending | None:
         """Whether the running sums say that this is the end, and which."""
+        # The order counts: a goal that is met on the last step is met, and where rounding ends a run that is
+        # said rather than that it has stalled.
         if goal.met(self.certificate) and self.steps >= goal.min_steps:
             return "met"
         if self.steps >= goal.max_steps:
@@ -288,8 +295,10 @@ class Course:
 
     def refreshed(self, certificate: Certificate) -> bool:
         """Take the certificate of a product of its own, and say whether it is the surest so far."""
+        # Stalling is counted from here on: the steps before were judged by a sum that had drifted.
         self.certificate, self.norm, self.stalled = certificate, certificate.gradient_norm, 0
         self.refreshes, self.products = self.refreshes + 1, self.products + 2
+        # By the bound, not by the gradient: rounding is part of what a run promises.
         surer = certificate.distance_bound <= self.sure.distance_bound
         if surer:
             self.sure = certificate
@@ -319,6 +328,8 @@ class Course:
         """What came of it, with the largest `|f|` and the largest `√K_ii`."""
         certificate = self.sure if self.settles else self.certificate
         ending = self.ended or "steps"
+        # The surest point may keep a promise that the last one missed, and the other way round: the ending is
+        # that of the point which is returned.
         if goal.met(certificate):
             ending = "met"
         elif ending == "met":

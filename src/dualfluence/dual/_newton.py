@@ -19,7 +19,7 @@ from .._support.compile import NotFinite, filter_jit
 from ..losses._losses import check_convex
 from ..operators import AbstractKernelOperator
 from ..problem._certificate import Certificate, Norms, measure_norms, reach
-from ..problem._objective import AnyArray, Problem, State, each_column
+from ..problem._objective import HostArray, Problem, State, each_column
 from ..solvers import AbstractDualSolver, AbstractPreconditioner, LinearSystem, Solution
 
 ARMIJO = 1e-4
@@ -81,6 +81,7 @@ class StepReport(NamedTuple):
     @classmethod
     def unpack(cls, packed: Float[Array, " fields *k"]) -> "list[StepReport]":
         """One report for each column, or a single one."""
+        # The host decides what comes next, so that a traced run has no values to decide by.
         check_concrete("edit", packed)
         columns = np.asarray(packed).reshape(len(cls._fields), -1).T.tolist()
         return [
@@ -147,9 +148,9 @@ def _newton_step(
     diagonal: Float[Array, "n c"],
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
-    rtol: Float[AnyArray, ""],
-    damping: Float[AnyArray, ""] | None,
-    first: Bool[AnyArray, ""] | None = None,
+    rtol: Float[HostArray, ""],
+    damping: Float[HostArray, ""] | None,
+    first: Bool[HostArray, ""] | None = None,
 ) -> tuple[Point, Float[Array, " fields"]]:
     """One step of (★) for one column; with `damping`, one that lowers the objective.
 
@@ -158,6 +159,8 @@ def _newton_step(
     """
     COUNTERS["traces"] += 1
     factor, ridge = problem.factor(point.state), problem.ridge
+    # The ridge of the system is raised, never that of the objective: such a step points downhill too, and
+    # the optimum that steps lead to stays where it is.
     if damping is not None:
         trace = jnp.sum(factor.hess_diagonal() * diagonal)
         ridge = jnp.maximum(
@@ -166,10 +169,12 @@ def _newton_step(
     solution = solver.solve(
         LinearSystem(op, factor, ridge, -point.rho, -point.k_rho, preconditioner, rtol)
     )
+    # An undamped step is taken as a whole, and asks for no value of the objective.
     t, root = jnp.ones((), point.rho.dtype), jnp.sqrt(jnp.maximum(diagonal, 0))
     settled, lighter, value_noise = jnp.asarray(True), jnp.asarray(False), 0 * t
     if damping is not None:
         noise = VALUE_SLACK * problem.value_noise(point.state)
+        # The decrease to first order is `−ρᵀKΔα`: below the rounding of two values no search can see it.
         settled = jnp.abs(jnp.sum(point.rho * solution.k_value)) <= noise
         lighter = jnp.asarray(first) & _is_lighter(point, solution, root)
         t = _line_search(problem, point, solution, noise, lighter)
@@ -178,6 +183,7 @@ def _newton_step(
         value_noise = VALUE_SLACK * problem.value_noise(new.state)
     packed = (
         solution.iterations,
+        # One more product than the solve: that of `inspect`, which the next step starts from.
         solution.products + 1,
         solution.residual,
         solution.converged,
@@ -205,10 +211,10 @@ def newton_step(
     diagonal: Float[Array, "n c"],
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
-    rtol: Float[AnyArray, "*k"],
-    damping: Float[AnyArray, "*k"],
-    first: Bool[AnyArray, "*k"],
-    moving: Bool[AnyArray, " k"] | None = None,
+    rtol: Float[HostArray, "*k"],
+    damping: Float[HostArray, "*k"],
+    first: Bool[HostArray, "*k"],
+    moving: Bool[HostArray, " k"] | None = None,
 ) -> tuple[Point, Float[Array, " fields *k"]]:
     """A damped step for one column of weights or many; columns that are not `moving` stay where they are."""
 
@@ -224,7 +230,7 @@ def newton_step(
 
 
 @filter_jit
-def choose(flag: Bool[AnyArray, "*k"] | np.ndarray, yes: Point, no: Point) -> Point:
+def choose(flag: Bool[HostArray, "*k"] | np.ndarray, yes: Point, no: Point) -> Point:
     """`yes` where the flag of a column is set, `no` elsewhere."""
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), yes, no)
 
@@ -249,7 +255,7 @@ def influence_step(
     diagonal: Float[Array, "n c"],
     solver: AbstractDualSolver,
     preconditioner: AbstractPreconditioner,
-    rtol: Float[AnyArray, "*k"],
+    rtol: Float[HostArray, "*k"],
 ) -> tuple[Point, Float[Array, " fields *k"]]:
     """The influence function for one column of weights or many: `inspect` and an undamped step, in one
     compiled program."""
@@ -273,6 +279,7 @@ def _is_lighter(point: Point, step: Solution, root: Float[Array, "n c"]) -> Bool
     the steps after it start from a small `α` and do not. At an optimum no step is lighter.
     """
     alpha = point.state.alpha
+    # Half is far above what rounding changes in `α`, and each such step leaves half as much for the next.
     half = reach(root, alpha + step.value) <= 0.5 * reach(root, alpha)
     return half & point.norms.at_floor
 
@@ -316,6 +323,7 @@ def _line_search(
         enough = jnp.where(unclear, at_floor | (slope_t <= -NEAR_MINIMUM * slope), lower)
         # A shortened step should come near the minimum along the line, not just below the start.
         near = (trial.rounds == 0) | (jnp.abs(slope_t) <= -NEAR_MINIMUM * slope)
+        # Written so that a slope of NaN counts as uphill: where the objective overflows the step is halved.
         past = ~(slope_t <= 0)
         low, high = jnp.where(past, trial.low, t), jnp.where(past, t, trial.high)
         taken = (enough & near) | lighter
@@ -324,6 +332,8 @@ def _line_search(
     one = jnp.ones((), delta.dtype)
     begin = _Trial(one, 0 * one, one, jnp.asarray(0), jnp.asarray(False))
     end = jax.lax.while_loop(lambda at: ~at.taken & (at.rounds < MAX_TRIALS), look, begin)
+    # No look was taken: the last one known to lie downhill, or no step at all, which makes the course damp
+    # the next one harder.
     return jnp.where(end.taken, end.t, end.low)
 
 
@@ -335,6 +345,7 @@ def check_report(report: StepReport, dtype: DTypeLike, what: str) -> None:
 
 def check_finite_norm(gradient_norm: float, what: str) -> None:
     """Raise unless the certificate is a number."""
+    # Every later comparison with NaN is false: the run would go on to its last step and return numbers.
     if not np.isfinite(gradient_norm):
         raise NotFinite(
             f"{what}: the gradient is not finite. The kernel may be indefinite, the numbers may "

@@ -55,6 +55,7 @@ def take_one_step(
     outcomes = [_one_step(m, report, dtype) for report in StepReport.unpack(packed)]
     # Where the system is beyond the dtype, a damped step is what can be had, and its note says so.
     failed = [not o.solved and o.residual > UNSOLVED for o in outcomes]
+    # Only then a second run: it compiles another program, and most requests need none.
     if any(failed):
         damped, others = train(m, problem, state, Goal(None, None, 1), rtol=rtol, progress=False)
         point = _pick(failed, damped, point)
@@ -104,6 +105,7 @@ def train(
     run = _Run(machine, problem, start)
     with Ticker(goal.max_steps, machine.what, progress) as ticker:
         while True:
+            # The running sums decide, because they cost nothing; a fresh product has the last word.
             if run.goes_on(goal):
                 run.step(goal, rtol)
                 ticker.tick()
@@ -143,6 +145,7 @@ class _Run:
             self._each([c.tolerance(goal, rtol) for c in columns], dtype),
             self._each([c.damping for c in columns], dtype),
             self._each([c.steps == 0 for c in columns], bool),
+            # A single column that has ended takes no step, so that nothing has to be held back.
             self._each([c.ended is None for c in columns], bool) if self._many else None,
         )
         better = [
@@ -162,6 +165,7 @@ class _Run:
     def confirms(self, goal: Goal) -> bool:
         """Whether a fresh product says so too; columns for which it does not go on from there."""
         waiting = [c for c in self.columns if not c.confirmed]
+        # Before the first step `Kα` is as fresh as it gets: a second product would be the same.
         if any(c.steps for c in waiting):
             self._refresh()
         for column in waiting:

@@ -271,7 +271,7 @@ def _sample_weights(retain: Numbers | None, targets: AnyArray) -> np.ndarray | N
     return np.isin(np.arange(num_points), kept).astype(float)
 
 
-def _initial(name: str, outputs: Numbers | None, shape: tuple[int, int], dtype: DTypeLike) -> Array:
+def _initial(name: str, outputs: Numbers, shape: tuple[int, int], dtype: DTypeLike) -> Array:
     array = as_dtype(name, outputs, dtype)
     if array.shape != shape:
         raise ValueError(f"{name}: expected shape {shape}, got {tuple(array.shape)}.")

@@ -331,12 +331,17 @@ def make_preconditioner(
     size = op.num_points * op.num_outputs
     on_devices = op.layout.sharding is not None
     if rank is None:
+        # Over devices there are no landmark columns, and a `K` without entries makes a block product of
+        # `rank` single ones: only a caller who asks for that gets it.
         dear = op.follows_points and on_devices
         rank = min(DEFAULT_RANK, size // 8) if isinstance(solver, CG) and not dear else 0
+    # Direct solvers read no preconditioner, and few unknowns need none.
     if rank == 0:
         return NoPreconditioner(), 0, ()
+    # More columns than unknowns are dependent, and would be all rounding after orthonormalising.
     if rank > size:
         raise ValueError(f"sketch: rank must be in [0, n·c] = [0, {size}], got {rank}.")
+    # A fixed key: the same fit twice gives the same numbers.
     key = jax.random.key(0) if sketch.key is None else sketch.key
     if op.follows_points and not on_devices:
         # A block product costs as much as `rank` products here; landmark columns are entries.

@@ -1,15 +1,15 @@
 """Global self-attention with infinitely many heads."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._support.compile import HIGHEST
 from ._gap import coincide
-from ._spec import AbstractLayer, Band, Spec
+from ._spec import AbstractLayer, Band, Records, Spec
 from ._states import ImagePairs, settle
 from ._windows import at_first, at_second, same_pixel, take_diagonal
 
@@ -85,7 +85,7 @@ class GlobalSelfAttention(AbstractLayer):
         ntk = 2 * jnp.sum(K * T, axis=(0, 1)) * K + norm * (T + 4 * K)
         return v * norm * K + b2, v * ntk + b2
 
-    def pairs(self, state: ImagePairs, rec1: Any, rec2: Any, band: Band) -> ImagePairs:
+    def pairs(self, state: ImagePairs, rec1: Records, rec2: Records, band: Band) -> ImagePairs:
         cov, ntk = self._transform(state, rec1[1], rec2[1])
         shape = state.spec.shape
         cov = _grid(cov, shape)
@@ -97,13 +97,13 @@ class GlobalSelfAttention(AbstractLayer):
         new = replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk, pixels=None)
         return settle(replace(new, spec=self.out_spec(state.spec)))
 
-    def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
+    def init(self, key: Array, spec: Spec, width: int) -> tuple[PyTree, Spec]:
         raise NotImplementedError(
             "GlobalSelfAttention: the finite network is not available (its limit needs the "
             "number of heads to grow too); the kernels are."
         )
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         raise NotImplementedError("GlobalSelfAttention: the finite network is not available.")
 
 

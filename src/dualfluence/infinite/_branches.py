@@ -3,12 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._gap import add_joints
 from ._norm import Identity
-from ._spec import AbstractLayer, Band, Spec, split_keys
-from ._states import ImagePairs, VectorPairs
+from ._spec import AbstractLayer, Band, Records, Spec, split_keys
+from ._states import ImagePairs, Pairs, VectorPairs
 from ._windows import crop
 
 
@@ -38,38 +38,38 @@ class Serial(AbstractLayer):
     def need(self, band: Band, spec: Spec) -> Band:
         return self.bands(band, spec)[0]
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         return self.self_pass(state, band)[1]
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         return self.cross_pass(state, rec1, rec2, band)
 
-    def _plan(self, state: Any, band: Band) -> list[Band]:
+    def _plan(self, state: Pairs, band: Band) -> list[Band]:
         if isinstance(state, ImagePairs) and state.band is None:
             return [None] * len(self.layers)
         return self.bands(band, state.spec)[1:]
 
-    def self_pass(self, state: Any, band: Band) -> tuple[Any, Any]:
+    def self_pass(self, state: Pairs, band: Band) -> tuple[Pairs, Records]:
         records = []
         for layer, after in zip(self.layers, self._plan(state, band), strict=True):
             state, rec = layer.self_pass(state, after)
             records.append(rec)
         return state, tuple(records)
 
-    def cross_pass(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def cross_pass(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         plan = self._plan(state, band)
         for layer, r1, r2, after in zip(self.layers, rec1, rec2, plan, strict=True):
             state = layer.cross_pass(state, r1, r2, after)
         return state
 
-    def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
+    def init(self, key: Array, spec: Spec, width: int) -> tuple[PyTree, Spec]:
         params = []
         for layer, k in zip(self.layers, split_keys(key, len(self.layers)), strict=True):
             own, spec = layer.init(k, spec, width)
             params.append(own)
         return tuple(params), spec
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         for layer, own in zip(self.layers, params, strict=True):
             x = layer.apply(own, x)
         return x
@@ -120,18 +120,18 @@ class Sum(AbstractLayer):
             return None
         return (max(b[0] for b in bands), max(b[1] for b in bands))
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         return self.self_pass(state, band)[1]
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         return self.cross_pass(state, rec1, rec2, band)
 
-    def self_pass(self, state: Any, band: Band) -> tuple[Any, Any]:
+    def self_pass(self, state: Pairs, band: Band) -> tuple[Pairs, Records]:
         start = replace(state, spec=self._start(state.spec))
         ends = [b.self_pass(_cropped(start, b, band), band) for b in self.branches]
         return self._total([e[0] for e in ends], state, band), tuple(e[1] for e in ends)
 
-    def cross_pass(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def cross_pass(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         start = replace(state, spec=self._start(state.spec))
         ends = [
             b.cross_pass(_cropped(start, b, band), r1, r2, band)
@@ -139,18 +139,18 @@ class Sum(AbstractLayer):
         ]
         return self._total(ends, state, band)
 
-    def _total(self, ends: list[Any], state: Any, band: Band) -> Any:
+    def _total(self, ends: list[Pairs], state: Pairs, band: Band) -> Pairs:
         total, spec = ends[0], self.out_spec(state.spec)
         for end in ends[1:]:
             total = _add(total, end)
         return replace(total, spec=spec)
 
-    def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
+    def init(self, key: Array, spec: Spec, width: int) -> tuple[PyTree, Spec]:
         keys = split_keys(key, len(self.branches))
         ends = [b.init(k, spec, width) for b, k in zip(self.branches, keys, strict=True)]
         return tuple(e[0] for e in ends), ends[0][1]
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         ends = [b.apply(own, x) for b, own in zip(self.branches, params, strict=True)]
         return sum(ends[1:], ends[0])
 
@@ -162,7 +162,7 @@ class Sum(AbstractLayer):
         return "closed form (independent branches)"
 
 
-def _cropped(state: Any, branch: Serial, band: Band) -> Any:
+def _cropped(state: Pairs, branch: Serial, band: Band) -> Pairs:
     if not isinstance(state, ImagePairs) or state.band is None:
         return state
     want = branch.need(band, state.spec)
@@ -170,7 +170,7 @@ def _cropped(state: Any, branch: Serial, band: Band) -> Any:
     return replace(state, distance=crop(state.distance, state.band, want), ntk=ntk, band=want)
 
 
-def _add(left: Any, right: Any) -> Any:
+def _add(left: Pairs, right: Any) -> Pairs:
     if left.ntk is None or right.ntk is None:
         ntk = right.ntk if left.ntk is None else left.ntk
     else:

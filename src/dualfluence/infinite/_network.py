@@ -9,17 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from .._support.compile import jit
 from .._support.memory import TILE_BYTES, fill_kernel
 from .._support.options import ProgressFn
 from .._support.points import common_dtype
+from .._support.types import AnyArray, Numbers
 from ._branches import Serial, Sum
 from ._inputs import as_points, check_finite, check_match, input_spec
 from ._norm import Dropout
-from ._spec import AbstractLayer, Band, Spec
-from ._states import VectorPairs, cross_vectors, images, vectors_with_themselves
+from ._spec import AbstractLayer, Band, Records, Spec
+from ._states import Pairs, cross_vectors, images, vectors_with_themselves
 from ._weights import Dense
 
 LIVE_ARRAYS = 9
@@ -50,8 +51,8 @@ class Network(Serial):
 
     def kernel(
         self,
-        x1: Any,
-        x2: Any = None,
+        x1: Numbers,
+        x2: Numbers | None = None,
         *,
         kind: str = "ntk",
         tile_bytes: int = TILE_BYTES,
@@ -101,7 +102,9 @@ class Network(Serial):
             return _with_diagonal(result, self.diagonal(x1, kind=kind, tile_bytes=tile_bytes))
         return result
 
-    def kernel_block(self, x1: Any, x2: Any, kind: str = "ntk") -> Array | tuple[Array, Array]:
+    def kernel_block(
+        self, x1: Numbers, x2: Numbers, kind: str = "ntk"
+    ) -> Array | tuple[Array, Array]:
         """One tile, `(n1, n2)`: pure, may be traced, jitted and differentiated.
 
         `kind="both"` gives the pair `(nngp, ntk)` at the cost of the second. Derivatives are finite
@@ -118,7 +121,7 @@ class Network(Serial):
         nngp, ntk = _cross_block(self, x1.shape[1:], points1, points2)
         return (nngp, ntk) if kind == "both" else nngp if kind == "nngp" else ntk
 
-    def diagonal(self, x: Any, *, kind: str = "ntk", tile_bytes: int = TILE_BYTES) -> Array:
+    def diagonal(self, x: Numbers, *, kind: str = "ntk", tile_bytes: int = TILE_BYTES) -> Array:
         """The kernel of every point with itself, `(n,)`, without pairs."""
         self._check_kind(kind)
         x = as_points(x, "x")
@@ -130,7 +133,7 @@ class Network(Serial):
 
     def init(
         self, key: Array, spec: Spec | tuple[int, ...], width: int = 512, outputs: int = 1
-    ) -> Any:
+    ) -> PyTree:
         """Random parameters of a finite network.
 
         **Arguments:**
@@ -154,7 +157,7 @@ class Network(Serial):
         body = Serial((*self.layers[:-1], replace(last, width=outputs, s=(last.s[0], 1))))
         return body.init(key, input_spec(shape), width)[0]
 
-    def apply(self, params: Any, x: Any) -> Array:
+    def apply(self, params: PyTree, x: Numbers) -> Array:
         """Outputs `(n, c)` of the finite network."""
         return super().apply(params, jnp.asarray(x))
 
@@ -244,7 +247,7 @@ class Network(Serial):
             )
 
 
-def serial(*layers: Any) -> Network:
+def serial(*layers: object) -> Network:
     """A network of `layers`, one after another; the layers of networks among them are inserted."""
     if not layers:
         raise ValueError("serial: expected at least one layer, got none.")
@@ -300,7 +303,7 @@ def _has_noise(layer: AbstractLayer) -> bool:
     return isinstance(layer, Dropout) and layer.mode == "train"
 
 
-def _with_diagonal(result: Any, diagonal: Array) -> Any:
+def _with_diagonal(result: AnyArray, diagonal: Array) -> AnyArray:
     if isinstance(result, np.ndarray):
         np.fill_diagonal(result, np.asarray(diagonal))
         return result
@@ -308,7 +311,7 @@ def _with_diagonal(result: Any, diagonal: Array) -> Any:
     return result.at[i, i].set(diagonal)
 
 
-def _self_stage(net: Network, x: Array) -> tuple[VectorPairs, Any]:
+def _self_stage(net: Network, x: Array) -> tuple[Pairs, Records]:
     """The pass of every point with itself: the kernel at the end and the records of all layers."""
     spec = input_spec(x.shape)
     channels = x.shape[-1]
@@ -340,7 +343,7 @@ def _layout(net: Network, shape: tuple[int, ...]) -> tuple[Any, tuple[tuple[int,
     return tree, tuple(leaf.shape[:-2] for leaf in leaves)
 
 
-def _unpack_points(net: Network, shape: tuple[int, ...], rows: Array) -> tuple[Array, Any]:
+def _unpack_points(net: Network, shape: tuple[int, ...], rows: Array) -> tuple[Array, Records]:
     tree, shapes = _layout(net, shape)
     sizes = [math.prod(s) for s in (shape, *shapes)]
     parts = jnp.split(rows, np.cumsum(sizes)[:-1].tolist(), axis=1)
@@ -387,7 +390,7 @@ def _diagonal(net: Network, kind: str, x: Array) -> Array:
     return _read(_self_stage(net, x)[0], kind)[:, 0]
 
 
-def _read(state: VectorPairs, kind: str) -> Array:
+def _read(state: Pairs, kind: str) -> Array:
     shape = jnp.broadcast_shapes(state.joint.q1.shape, state.joint.q2.shape)
     ntk = jnp.zeros_like(state.joint.cov) if state.ntk is None else state.ntk
     return jnp.broadcast_to(state.joint.cov if kind == "nngp" else ntk, shape)

@@ -1,14 +1,14 @@
 """Identity, LayerNorm and Dropout."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._gap import joint_from_minus, safe_sqrt
-from ._spec import AbstractLayer, Band, Spec
-from ._states import ImagePairs, VectorPairs, settle
+from ._spec import AbstractLayer, Band, Records, Spec
+from ._states import ImagePairs, Pairs, VectorPairs, settle
 from ._windows import at_first, at_second, same_pixel
 
 
@@ -23,13 +23,13 @@ class Identity(AbstractLayer):
     def out_spec(self, spec: Spec) -> Spec:
         return spec
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         return (variances(state),)
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         return state
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         return x
 
 
@@ -67,11 +67,11 @@ class LayerNorm(AbstractLayer):
         self._axes(len(spec.shape) + 2)
         return spec
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         q = variances(state)
         return (q / self._spread(q),)
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         if isinstance(state, VectorPairs):
             old = state.joint
             scale = 1 / (jnp.sqrt(self._spread(old.q1)) * jnp.sqrt(self._spread(old.q2)))
@@ -90,7 +90,7 @@ class LayerNorm(AbstractLayer):
             replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk, pixels=None)
         )
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         axes = self._axes(x.ndim)
         mean = jnp.mean(x, axis=axes, keepdims=True)
         return (x - mean) / jnp.sqrt(jnp.var(x, axis=axes, keepdims=True) + self.eps)
@@ -123,10 +123,10 @@ class Dropout(AbstractLayer):
     def out_spec(self, spec: Spec) -> Spec:
         return spec
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         return (self._gain * variances(state),)
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         if self._gain == 1.0:
             return state
         q1, q2 = rec1[0], rec2[0]
@@ -147,7 +147,7 @@ class Dropout(AbstractLayer):
             ntk = None if ntk is None else jnp.where(same, self._gain * ntk, ntk)
         return settle(replace(state, q1=q1, q2=q2, distance=distance, ntk=ntk, pixels=None))
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         if self.mode == "train":
             raise ValueError(
                 "Dropout: the finite network is deterministic; use mode='test' for `apply`."
@@ -164,10 +164,10 @@ class Scale(AbstractLayer):
     def out_spec(self, spec: Spec) -> Spec:
         return spec
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         return (self.factor**2 * variances(state),)
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         c = self.factor**2
         ntk = None if state.ntk is None else c * state.ntk
         if isinstance(state, ImagePairs):
@@ -177,5 +177,5 @@ class Scale(AbstractLayer):
         joint = joint_from_minus(rec1[0], rec2[0], c * old.minus)
         return replace(state, joint=joint._replace(cov=c * old.cov, gap=c * old.gap), ntk=ntk)
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         return self.factor * x

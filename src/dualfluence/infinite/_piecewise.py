@@ -2,16 +2,16 @@
 
 import abc
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._gap import Joint, nearest_angle
-from ._spec import AbstractLayer, Band, Spec
-from ._states import ImagePairs, VectorPairs, settle
+from ._spec import AbstractLayer, Band, Records, Spec
+from ._states import ImagePairs, Pairs, VectorPairs, settle
 from ._windows import at_first, at_second
 
 
@@ -43,11 +43,11 @@ class AbstractActivation(AbstractLayer):
             )
         return replace(spec, gaussian=False, fresh=False)
 
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: Pairs, band: Band) -> tuple[Array, ...]:
         q = state.q1 if isinstance(state, ImagePairs) else state.joint.q1
         return (self.variance(q),)
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         spec = self.out_spec(state.spec)
         if isinstance(state, ImagePairs):
             q1, q2 = at_first(rec1[0]), at_second(rec2[0], state.band)
@@ -61,7 +61,7 @@ class AbstractActivation(AbstractLayer):
             ImagePairs(rec1[0], rec2[0], joint.distance, ntk, state.band, spec, state.is_self)
         )
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         return self.function(x)
 
 
@@ -135,6 +135,10 @@ class Sign(AbstractActivation):
         return Joint(q1, q2, q1, q2, cov, gap), jnp.zeros_like(cov)
 
 
-def derivative(function: Any) -> Any:
+Scalar = Callable[[Array], Array]
+"""An elementwise function."""
+
+
+def derivative(function: Scalar) -> Scalar:
     """Elementwise derivative of a scalar function."""
     return jnp.vectorize(jax.grad(function))

@@ -2,14 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 from ._gap import Joint, joint_from_distance, safe_sqrt
-from ._spec import AbstractLayer, Band, Spec
+from ._spec import AbstractLayer, Band, Records, Spec
 from ._states import ImagePairs, VectorPairs, settle
 from ._weights import Padding, check_fits, check_window, need_window, padded
 from ._windows import (
@@ -80,7 +80,7 @@ class _Pool(AbstractLayer):
         total = sum_crossed(pairs, self.window, self._strides, state.band, band)
         return total * self._pair_scale(state, band, total.dtype)
 
-    def _pair_scale(self, state: ImagePairs, band: Band, dtype: Any) -> Array:
+    def _pair_scale(self, state: ImagePairs, band: Band, dtype: DTypeLike) -> Array:
         scale = self._scale(state.spec.shape)
         if (scale == scale[0, 0]).all():
             return jnp.asarray(scale[0, 0] ** 2, dtype)
@@ -102,7 +102,7 @@ class _Pool(AbstractLayer):
     def record(self, state: ImagePairs, band: Band) -> tuple[Array, ...]:
         return (take_diagonal(self._crossed(state, state.cov, band), band),)
 
-    def pairs(self, state: ImagePairs, rec1: Any, rec2: Any, band: Band) -> ImagePairs:
+    def pairs(self, state: ImagePairs, rec1: Records, rec2: Records, band: Band) -> ImagePairs:
         cov = self._crossed(state, state.cov, band)
         distance = at_first(rec1[0]) + at_second(rec2[0], band) - 2 * cov
         distance = jnp.clip(distance, 0, self._bound(state, band))
@@ -110,7 +110,7 @@ class _Pool(AbstractLayer):
         spec = self.out_spec(state.spec)
         return settle(ImagePairs(rec1[0], rec2[0], distance, ntk, band, spec, state.is_self))
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         shape = (x.shape[1], x.shape[2])
         pads, _ = pads_and_sizes(shape, self.window, self._strides, self.padding)
         pixels = pad_pixels(jnp.moveaxis(x, 0, 2), pads, self.padding == "CIRCULAR")
@@ -171,7 +171,7 @@ class Flatten(AbstractLayer):
     def record(self, state: ImagePairs, band: Band) -> tuple[Array, ...]:
         return (jnp.mean(state.q1, axis=(0, 1)),)
 
-    def pairs(self, state: ImagePairs, rec1: Any, rec2: Any, band: Band) -> VectorPairs:
+    def pairs(self, state: ImagePairs, rec1: Records, rec2: Records, band: Band) -> VectorPairs:
         def read(pairs: Array) -> Array:
             return jnp.mean(take_diagonal(pairs, state.band), axis=(0, 1))
 
@@ -179,7 +179,7 @@ class Flatten(AbstractLayer):
         ntk = None if state.ntk is None else read(state.ntk)
         return VectorPairs(joint, ntk, self.out_spec(state.spec), state.is_self)
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         return x.reshape(x.shape[0], -1)
 
 
@@ -199,7 +199,7 @@ class _GlobalPool(AbstractLayer):
     def record(self, state: ImagePairs, band: Band) -> tuple[Array, ...]:
         return (jnp.mean(state.cov, axis=(0, 1, 2, 3)) * self._factor(state.spec.shape),)
 
-    def pairs(self, state: ImagePairs, rec1: Any, rec2: Any, band: Band) -> VectorPairs:
+    def pairs(self, state: ImagePairs, rec1: Records, rec2: Records, band: Band) -> VectorPairs:
         factor = self._factor(state.spec.shape)
         cov = jnp.mean(state.cov, axis=(0, 1, 2, 3)) * factor
         # Jensen, as for the windows: 0 at equal images.
@@ -217,7 +217,7 @@ class GlobalAvgPool(_GlobalPool):
     def _factor(self, shape: tuple[int, ...]) -> float:
         return 1.0
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         return jnp.mean(x, axis=(1, 2))
 
 
@@ -228,5 +228,5 @@ class GlobalSumPool(_GlobalPool):
     def _factor(self, shape: tuple[int, ...]) -> float:
         return float(math.prod(shape) ** 2)
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         return jnp.sum(x, axis=(1, 2))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 Band = tuple[int, int] | None
 """Largest pixel displacement per axis that is needed; `None`: all pairs of pixels."""
@@ -31,6 +31,14 @@ class Spec:
         return len(self.shape) == 2
 
 
+Records = PyTree
+"""What the pass of points with themselves keeps for pairs: arrays of a layer, or records of its layers."""
+
+
+AnyPairs = Any
+"""`VectorPairs` or `ImagePairs`, of the next module, which are made of this module's types."""
+
+
 class AbstractLayer(abc.ABC):
     """A layer: its kernel transform in the infinite limit and its finite version.
 
@@ -48,26 +56,26 @@ class AbstractLayer(abc.ABC):
         return band
 
     @abc.abstractmethod
-    def record(self, state: Any, band: Band) -> tuple[Array, ...]:
+    def record(self, state: AnyPairs, band: Band) -> tuple[Array, ...]:
         """Per-point facts after the layer from the self kernel before it; variances first."""
 
     @abc.abstractmethod
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: AnyPairs, rec1: Records, rec2: Records, band: Band) -> AnyPairs:
         """The pair kernel after the layer."""
 
-    def self_pass(self, state: Any, band: Band) -> tuple[Any, Any]:
+    def self_pass(self, state: AnyPairs, band: Band) -> tuple[AnyPairs, Records]:
         rec = self.record(state, band)
         return self.pairs(state, rec, rec, band), rec
 
-    def cross_pass(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def cross_pass(self, state: AnyPairs, rec1: Records, rec2: Records, band: Band) -> AnyPairs:
         return self.pairs(state, rec1, rec2, band)
 
-    def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
+    def init(self, key: Array, spec: Spec, width: int) -> tuple[PyTree, Spec]:
         """Parameters of the finite layer and the shapes after it."""
         return (), self.out_spec(spec)
 
     @abc.abstractmethod
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         """The finite layer on a batch `(n, ..., channels)`."""
 
     @property

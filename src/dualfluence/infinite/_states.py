@@ -65,6 +65,9 @@ class ImagePairs:
         return (self.first + self.second - self.distance) / 2
 
 
+Pairs = VectorPairs | ImagePairs
+
+
 def settle(state: ImagePairs) -> ImagePairs:
     """Store the values; otherwise window sums would recompute an activation for every tap."""
     if state.ntk is None:

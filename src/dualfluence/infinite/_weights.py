@@ -2,16 +2,16 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from ._gap import add_joints, joint_from_minus
-from ._spec import AbstractLayer, Band, Spec
-from ._states import ImagePairs, VectorPairs, pixel_distances, settle
+from ._spec import AbstractLayer, Band, Records, Spec
+from ._states import ImagePairs, Pairs, VectorPairs, pixel_distances, settle
 from ._windows import (
     at_first,
     at_second,
@@ -116,7 +116,7 @@ class Dense(AbstractLayer):
         q = state.q1 if isinstance(state, ImagePairs) else state.joint.q1
         return (self.W_std**2 * q + (self.b_std or 0.0) ** 2,)
 
-    def pairs(self, state: Any, rec1: Any, rec2: Any, band: Band) -> Any:
+    def pairs(self, state: Pairs, rec1: Records, rec2: Records, band: Band) -> Pairs:
         fan_in, spec = _fan_in(self, state.spec), self.out_spec(state.spec)
         if isinstance(state, ImagePairs):
             new = replace(
@@ -137,12 +137,12 @@ class Dense(AbstractLayer):
         ntk = _new_ntk(self, old.cov, joint.cov, state.ntk, fan_in)
         return VectorPairs(joint, ntk, spec, state.is_self)
 
-    def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
+    def init(self, key: Array, spec: Spec, width: int) -> tuple[PyTree, Spec]:
         out = _out_width(self, width)
         params = _init_weights(self, key, (spec.channels, out), (out,))
         return params, replace(self.out_spec(spec), channels=out)
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         w, b = _scales(self, x.shape[-1])
         y = w * (x @ params["W"])
         return y + b * params["b"] if "b" in params else y
@@ -192,7 +192,7 @@ class Conv(AbstractLayer):
     def record(self, state: ImagePairs, band: Band) -> tuple[Array, ...]:
         return (self.W_std**2 * self._mean_pixels(state.q1) + (self.b_std or 0.0) ** 2,)
 
-    def pairs(self, state: ImagePairs, rec1: Any, rec2: Any, band: Band) -> ImagePairs:
+    def pairs(self, state: ImagePairs, rec1: Records, rec2: Records, band: Band) -> ImagePairs:
         fan_in = _fan_in(self, state.spec) * math.prod(self.filter_shape)
         distance, ntk = padded(state, self.filter_shape, self.strides, self.padding)
         taps = math.prod(self.filter_shape)
@@ -209,12 +209,12 @@ class Conv(AbstractLayer):
             return replace(new, ntk=new.cov)
         return settle(replace(new, ntk=_new_ntk(self, cov_in, new.cov, ntk, fan_in)))
 
-    def init(self, key: Array, spec: Spec, width: int) -> tuple[Any, Spec]:
+    def init(self, key: Array, spec: Spec, width: int) -> tuple[PyTree, Spec]:
         out = _out_width(self, width)
         params = _init_weights(self, key, (*self.filter_shape, spec.channels, out), (out,))
         return params, replace(self.out_spec(spec), channels=out)
 
-    def apply(self, params: Any, x: Array) -> Array:
+    def apply(self, params: PyTree, x: Array) -> Array:
         w, b = _scales(self, math.prod(self.filter_shape) * x.shape[-1])
         shape = (x.shape[1], x.shape[2])
         pads, _ = pads_and_sizes(shape, self.filter_shape, self.strides, self.padding)
@@ -260,7 +260,7 @@ def need_window(
 
 
 def check_window(
-    layer: Any, window: tuple[int, ...], strides: tuple[int, ...], padding: str
+    layer: AbstractLayer, window: tuple[int, ...], strides: tuple[int, ...], padding: str
 ) -> None:
     """Raise unless the window is made of two positive integers and the padding is known."""
     name = type(layer).__name__
@@ -271,7 +271,7 @@ def check_window(
             raise ValueError(f"{name}: {what} must be two positive integers, got {value}.")
 
 
-def check_fits(layer: Any, spec: Spec, window: tuple[int, int], padding: str) -> None:
+def check_fits(layer: AbstractLayer, spec: Spec, window: tuple[int, int], padding: str) -> None:
     """Raise unless the window can be laid on the image."""
     name = type(layer).__name__
     if not spec.is_image:

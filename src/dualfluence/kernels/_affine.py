@@ -1,9 +1,9 @@
 """Proof, from its operations, that a network is affine in its parameters."""
 
-from typing import Any
-
 import jax
+from jaxtyping import Array
 
+from .._support.types import Inputs, Leaves
 from ._linearized import Linearized
 from ._params import split_params
 from ._program import Op, Program, as_program, mentions
@@ -37,14 +37,14 @@ FIRST_ONLY = frozenset({"div", "gather", "dynamic_slice", "reduce_window_sum", "
 """Operations that are linear in their first input, while the others are free of parameters."""
 
 
-def is_affine(model: Linearized, x: Any) -> bool:
+def is_affine(model: Linearized, x: Inputs) -> bool:
     """Whether `f(θ, x)` is `f₀(x) + J(x)θ` for every `θ`, judged by its operations alone.
 
     `False` means that no proof was found: some operation is not in the lists of this module.
     """
     split, leaves, rest = split_params(model.params, model._mask())
 
-    def outputs(leaves: Any, rest: Any, x: Any) -> Any:
+    def outputs(leaves: Leaves, rest: Leaves, x: Inputs) -> Array:
         return model.apply_fn(split.merge(leaves, rest), x)
 
     closed = jax.make_jaxpr(outputs)(leaves, rest, x)

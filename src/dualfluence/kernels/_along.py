@@ -1,30 +1,30 @@
 r"""The empirical NTK along one direction of outputs per point: `v_iᵀ K_ij`, never the whole of `K`."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Array, PyTree
 
 from .._support.compile import HIGHEST, jit
 from .._support.memory import tile_budget
 from .._support.points import count_points
+from .._support.types import ApplyFn, Inputs, Trainable
 from ._empirical import even_parts, require_finite
 from ._prepare import TERMS_AT_ONCE, Features, Pair, Prepared, as_inputs, prepare_kernel
 
 
 def kernel_along(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x1: Any,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x1: Inputs,
     v: Array,
-    x2: Any,
+    x2: Inputs,
     *,
-    trainable: Any = None,
-    precision: Any = HIGHEST,
+    trainable: Trainable = None,
+    precision: PrecisionLike = HIGHEST,
     tile_bytes: int | None = None,
 ) -> Array:
     r"""$\sum_a v_{ia} K_{ia,jb}$, for about `1/c` of the work of the whole kernel.
@@ -44,7 +44,7 @@ def kernel_along(
     quarter = max(1, budget // 4 // prepared.feature_bytes)
     chunk = max(1, budget // 2 // max(prepared.workspace_bytes, 1))
 
-    def features(name: str, x: Any, part: slice) -> Features:
+    def features(name: str, x: Inputs, part: slice) -> Features:
         made = prepared.features(leaves, rest, jax.tree.map(lambda a: a[part], x), chunk)
         require_finite(name, np.arange(part.start, part.stop), made.outputs, made.finite)
         return made
@@ -64,7 +64,7 @@ def _tile(prepared: Prepared, f1: Features, f2: Features) -> Array:
 
 
 @partial(jit, static_argnames="precision")
-def fold_outputs(features: Features, v: Array, precision: Any = HIGHEST) -> Features:
+def fold_outputs(features: Features, v: Array, precision: PrecisionLike = HIGHEST) -> Features:
     """Features of the one output `v·f` of each point."""
 
     def fold(a: Array) -> Array:

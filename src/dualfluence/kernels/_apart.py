@@ -9,23 +9,24 @@ Also here: the two products with the Jacobian of a function, also if a `custom_v
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import Array, PyTree
 
 from .._support.compile import PRECISION, jit
+from .._support.types import Inputs, Leaves
 from ._program import as_program, mentions, program_digest, shapes_of, trace
 from ._rows import Free, Mixed, Points, follow_rows
 
-Product = Callable[[Any], Any]
+Product = Callable[[PyTree], PyTree]
 
 
-def jacobian_products(fn: Callable[[Any], Any], theta: Any) -> tuple[Product, Product]:
+def jacobian_products(fn: Callable[[PyTree], PyTree], theta: PyTree) -> tuple[Product, Product]:
     r"""$t \mapsto Jt$ and $v \mapsto J^T v$ of `fn` at `theta`, with one forward pass for both."""
     if not mentions(jax.make_jaxpr(fn)(theta), "custom_vjp_call"):
         _, push = jax.linearize(fn, theta)
@@ -35,7 +36,7 @@ def jacobian_products(fn: Callable[[Any], Any], theta: Any) -> tuple[Product, Pr
     return lambda t: _transposed(pull, outputs, t), lambda v: pull(v)[0]
 
 
-def push(fn: Callable[[Any], Any], theta: Any, tangent: Any) -> Any:
+def push(fn: Callable[[PyTree], PyTree], theta: PyTree, tangent: PyTree) -> PyTree:
     """$J$ times `tangent`. If a custom reverse rule forbids forward mode, it is computed as $(J^T)^T$."""
     if not mentions(jax.make_jaxpr(fn)(theta), "custom_vjp_call"):
         return jax.jvp(fn, (theta,), (tangent,))[1]
@@ -43,7 +44,7 @@ def push(fn: Callable[[Any], Any], theta: Any, tangent: Any) -> Any:
     return _transposed(pull, outputs, tangent)
 
 
-def _transposed(pull: Product, outputs: Any, tangent: Any) -> Any:
+def _transposed(pull: Product, outputs: PyTree, tangent: PyTree) -> PyTree:
     try:
         return jax.linear_transpose(lambda v: pull(v)[0], outputs)(tangent)[0]
     except Exception as error:  # whatever JAX raises for whichever operation is not linear
@@ -54,7 +55,7 @@ def _transposed(pull: Product, outputs: Any, tangent: Any) -> Any:
         ) from error
 
 
-Batched = Callable[[Any, Any, Any], Any]
+Batched = Callable[[Leaves, Leaves, Inputs], Array]
 """`fn(leaves, rest, x) -> (n, c)`, differentiated with respect to `leaves`."""
 
 SAME_PROGRAM = 64
@@ -73,7 +74,7 @@ REMEMBERED = 8
 """Number of sets of parameters whose probe is remembered."""
 
 
-def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
+def proves_apart(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> bool:
     """Whether the jaxpr shows that outputs and derivatives of a point depend on that point alone.
 
     It must also be the same for two and for three points: a function may divide by their number.
@@ -82,7 +83,7 @@ def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
     if mentions(trace(fn, leaves, rest, shapes_of(x, 3)), "custom_vjp_call"):
         return False
 
-    def moved(leaves: Any, rest: Any, x: Any) -> Any:
+    def moved(leaves: Leaves, rest: Leaves, x: Inputs) -> tuple[Array, Array]:
         return jax.jvp(lambda free: fn(free, rest, x), (leaves,), (leaves,))
 
     two, three = (trace(moved, leaves, rest, shapes_of(x, n)) for n in (2, 3))
@@ -104,14 +105,14 @@ def proves_apart(fn: Batched, leaves: Any, rest: Any, x: Any) -> bool:
 class Apart:
     """The guard of one function at one shape of inputs: a proof, or a probe for each new `leaves`."""
 
-    def __init__(self, fn: Batched, leaves: Any, rest: Any, x: Any) -> None:
+    def __init__(self, fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
         self.proven = proves_apart(fn, leaves, rest, x)
         if not self.proven:
             _check_jacobian(fn, leaves, rest, x)
         self._row = jit(partial(_middle_row, fn))
-        self._passed: list[tuple[Any, ...]] = []
+        self._passed: list[tuple[weakref.ref[Array], ...]] = []
 
-    def check(self, leaves: Any, rest: Any, x: Any) -> None:
+    def check(self, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
         """Raise `ValueError` if points see each other."""
         arrays = [a for a in jax.tree.leaves((leaves, rest)) if isinstance(a, jax.Array)]
         if self.proven or any(isinstance(a, Tracer) for a in (*arrays, *jax.tree.leaves(x))):
@@ -123,7 +124,7 @@ class Apart:
         passed = tuple(weakref.ref(a) for a in arrays)
         self._passed = [*self._passed[1 - REMEMBERED :], passed]
 
-    def _probe(self, leaves: Any, rest: Any, x: Any) -> None:
+    def _probe(self, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
         first, second, alone = (jax.tree.map(make, x) for make in (_rows, _other_rows, _one_row))
         f, g = self._row(leaves, rest, first)
         f_other, g_other = self._row(leaves, rest, second)
@@ -136,13 +137,13 @@ class Apart:
         _compare("with others instead of alone", "derivatives", g, g_alone, loose)
 
 
-def _check_jacobian(fn: Batched, leaves: Any, rest: Any, x: Any) -> None:
+def _check_jacobian(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
     """Raise a clear error if a reverse rule is not linear, before anything is computed."""
     leaves, rest, x = shapes_of(leaves), shapes_of(rest), shapes_of(x, 1)
     trace(lambda *args: push(lambda free: fn(free, *args[1:]), args[0], args[0]), leaves, rest, x)
 
 
-def _middle_row(fn: Batched, leaves: Any, rest: Any, x: Any) -> tuple[Any, list[Any]]:
+def _middle_row(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> tuple[Array, list[Array]]:
     """Outputs of the middle point, and a combination of their derivatives.
 
     It runs at full precision. The rounding of narrow products, the default on some devices, would look
@@ -177,7 +178,9 @@ def _other_rows(x: np.ndarray) -> np.ndarray:
     return np.stack([apart[0], rows[1], apart[1]])
 
 
-def _compare(cause: str, what: str, first: Any, second: Any, slack: float) -> None:
+def _compare(
+    cause: str, what: str, first: Sequence[Array], second: Sequence[Array], slack: float
+) -> None:
     """Raise if the two differ by more than `slack` of their size; NaN is reported elsewhere."""
     pairs = [(np.asarray(a), np.asarray(b)) for a, b in zip(first, second, strict=True)]
     if not all(np.isfinite(a).all() and np.isfinite(b).all() for a, b in pairs):

@@ -3,7 +3,7 @@
 Features of a batch of points are kept and used again from tile to tile.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, isqrt
@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jaxtyping import Array
+from jax.lax import PrecisionLike
+from jaxtyping import Array, PyTree
 
 from .._support.compile import HIGHEST, PRECISION, NotFinite
 from .._support.memory import even_size, fill_kernel, tile_budget
 from .._support.options import ProgressFn, check_count
 from .._support.points import count_points
+from .._support.types import ApplyFn, Inputs, KernelArray, Leaves, Trainable
 from ._prepare import TERMS_AT_ONCE, Features, Prepared, as_inputs, prepare_kernel
 from ._recipe import KernelReport, Method
 
@@ -91,10 +93,10 @@ class FeatureStore:
     def __init__(
         self,
         prepared: Prepared,
-        leaves: Any,
-        rest: Any,
-        x1: Any,
-        x2: Any | None,
+        leaves: Leaves,
+        rest: Leaves,
+        x1: Inputs,
+        x2: Inputs | None,
         tiles: Tiles,
         *,
         traced: bool,
@@ -104,7 +106,7 @@ class FeatureStore:
         self._tiles, self._traced = tiles, traced
         self.index1 = np.arange(count_points(x1))
         self.index2 = None if x2 is None else np.arange(count_points(x2))
-        self._flags: list[tuple[str, np.ndarray, Any, Any]] = []
+        self._flags: list[tuple[str, np.ndarray, Array, Array]] = []
         self._row: tuple[int, Features] | None = None
         self._kept: tuple[Features, Features] | None = None
         if tiles.keep:
@@ -114,12 +116,12 @@ class FeatureStore:
             else:
                 self._kept = (f1, self._make("x2", x2, self.index2))
 
-    def _make(self, name: str, x: Any, index: np.ndarray) -> Features:
+    def _make(self, name: str, x: Inputs, index: np.ndarray) -> Features:
         made = self._prepared.features(self._leaves, self._rest, x, self._tiles.chunk)
         self._flags.append((name, index, made.outputs, made.finite))
         return made
 
-    def _at(self, name: str, x: Any, index: np.ndarray) -> Features:
+    def _at(self, name: str, x: Inputs, index: np.ndarray) -> Features:
         return self._make(name, jax.tree.map(lambda a: a[index], x), index)
 
     def block(self, i: Array, j: Array) -> Array:
@@ -143,7 +145,7 @@ class FeatureStore:
             require_finite(*flags)
 
 
-def require_finite(name: str, index: np.ndarray, outputs: Any, finite: Any) -> None:
+def require_finite(name: str, index: np.ndarray, outputs: Array, finite: Array) -> None:
     """Raise an error that names the points if their outputs or derivatives are not finite."""
     good = {"outputs": np.isfinite(np.asarray(outputs)).all(1), "derivatives": finite}
     for what, flags in good.items():
@@ -160,20 +162,20 @@ def require_finite(name: str, index: np.ndarray, outputs: Any, finite: Any) -> N
 class EmpiricalKernel:
     """`value`, the kernel, `(n1, c, n2, c)`, and `report`, the rule used for every parameter."""
 
-    value: Any
+    value: KernelArray
     report: KernelReport
 
 
 def empirical_kernel(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x1: Any,
-    x2: Any | None = None,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x1: Inputs,
+    x2: Inputs | None = None,
     *,
-    trainable: Any = None,
+    trainable: Trainable = None,
     method: Method = "auto",
     tile_bytes: int | None = None,
-    precision: Any = HIGHEST,
+    precision: PrecisionLike = HIGHEST,
     flat: bool = False,
     out: Literal["device", "host"] = "device",
     progress: bool | ProgressFn = True,
@@ -215,18 +217,18 @@ def empirical_kernel(
 
 
 def traced_kernel(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x1: Any,
-    x2: Any | None = None,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x1: Inputs,
+    x2: Inputs | None = None,
     *,
-    trainable: Any = None,
+    trainable: Trainable = None,
     method: Method = "auto",
     tile_bytes: int | None = None,
-    precision: Any = HIGHEST,
+    precision: PrecisionLike = HIGHEST,
     out: Literal["device", "host"] = "device",
     progress: bool | ProgressFn = True,
-) -> Any:
+) -> KernelArray:
     r"""The mean over outputs $\Sigma_{ij} = \frac1c \sum_a K_{ia,ja}$ of the empirical NTK.
 
     $\Sigma \otimes I_c$ is the nearest kernel of that form to $K$ (in the Frobenius norm), exact in the
@@ -241,14 +243,14 @@ def traced_kernel(
 
 
 def kernel_block(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x1: Any,
-    x2: Any,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x1: Inputs,
+    x2: Inputs,
     *,
-    trainable: Any = None,
+    trainable: Trainable = None,
     method: Method = "auto",
-    precision: Any = HIGHEST,
+    precision: PrecisionLike = HIGHEST,
 ) -> Array:
     """One block of the empirical NTK as a pure function, for use inside `jax.jit`.
 
@@ -268,14 +270,14 @@ def kernel_block(
 
 
 def kernel_rows(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x: Any,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x: Inputs,
     size: int,
     *,
-    trainable: Any = None,
+    trainable: Trainable = None,
     method: Method = "auto",
-    precision: Any = HIGHEST,
+    precision: PrecisionLike = HIGHEST,
 ) -> Iterator[tuple[int, Array]]:
     """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes after the
     number of its first row.
@@ -304,17 +306,17 @@ def kernel_rows(
         start = min(i, n - size)
         here = np.arange(start, start + size)
         with highest():
-            block: Any = fill_kernel(store.block, here, store.index1, **run)
+            block = fill_kernel(store.block, here, store.index1, **run)
         yield start, block
     store.check_finite()
 
 
 def kernel_report(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x: Any,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x: Inputs,
     *,
-    trainable: Any = None,
+    trainable: Trainable = None,
     method: Method = "auto",
 ) -> KernelReport:
     """How every parameter of `apply_fn` enters its kernel; `print` it.
@@ -326,7 +328,14 @@ def kernel_report(
 
 
 def _kernel(
-    apply_fn: Any, params: Any, x1: Any, x2: Any, options: Any, run: Any, *, traced: bool
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x1: Inputs,
+    x2: Inputs,
+    options: dict[str, Any],
+    run: dict[str, Any],
+    *,
+    traced: bool,
 ) -> EmpiricalKernel:
     x1, x2 = as_inputs(x1, x2)
     prepared, leaves, rest = prepare_kernel(apply_fn, params, x1, **options)

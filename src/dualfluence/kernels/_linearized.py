@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, PyTree
 
 from .._support.checks import all_finite, check_concrete, check_numbers
@@ -16,12 +17,14 @@ from .._support.compile import PRECISION, widened
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES, even_size
 from .._support.options import ProgressFn, check_choice, check_count, check_function, maybe
 from .._support.points import Form, common_dtype, count_points, is_floating, is_tree, tree_norm
+from .._support.types import AnyLeaf, Inputs, KernelArray, Leaves
 from ._along import kernel_along
 from ._apart import Apart
 from ._empirical import empirical_kernel, kernel_block, kernel_rows
 from ._params import (
     InScale,
     Reading,
+    Scales,
     Shifted,
     check_scale,
     leaf_name,
@@ -76,10 +79,10 @@ class Linearized(eqx.Module):
     batch_size: int | None = eqx.field(static=True)
     anchor: str = eqx.field(static=True, default="params")
     held: tuple[str, ...] = eqx.field(static=True, default=())
-    scale: tuple[Any, ...] | None = None
+    scale: tuple[Array | None, ...] | None = None
     form: Form | None = eqx.field(static=True, default=None)
 
-    def bound(self, x: Any) -> "Linearized":
+    def bound(self, x: Inputs) -> "Linearized":
         """The model with the present values of everything that `apply_fn` closes over, for points like
         those of `x`.
 
@@ -100,7 +103,7 @@ class Linearized(eqx.Module):
             return self
         return replace(self, apply_fn=now)
 
-    def _snapshot(self, x: Any) -> Snapshot:
+    def _snapshot(self, x: Inputs) -> Snapshot:
         """A snapshot for points like those of `x`: the model's own, or a new one."""
         fn = self.apply_fn
         if isinstance(fn, Snapshot) and fn.fits(x):
@@ -154,7 +157,7 @@ class Linearized(eqx.Module):
         fn = widened_fn(self.apply_fn, given)
         return replace(self, apply_fn=fn, params=widened(own), scale=widened(self.scale))
 
-    def plain(self, x: Any) -> "Linearized":
+    def plain(self, x: Inputs) -> "Linearized":
         """The network without any scale, bound. Properties of `f` itself are tested on it."""
         if self.scale is None and not isinstance(self.params, Shifted):
             return self
@@ -198,7 +201,7 @@ class Linearized(eqx.Module):
         """Trainable leaves and the rest, each with `None` for the leaves of the other."""
         return split_leaves(params, self.trainable)
 
-    def batch(self, x: Points) -> int:
+    def batch(self, x: Inputs) -> int:
         """Points per batch, in batches of equal size so that there is little padding.
 
         By default the largest activation takes at most `BATCH_BYTES`. Larger batches of images gain
@@ -211,47 +214,47 @@ class Linearized(eqx.Module):
             size = min(MAX_BATCH, max(1, BATCH_BYTES // each))
         return even_size(count_points(x), size)
 
-    def __call__(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
+    def __call__(self, params: PyTree, x: Inputs) -> Float[Array, "n c"]:
         """The network itself, not linearised, at any parameters."""
         with jax.default_matmul_precision(PRECISION):
             return map_rows(lambda xb: self.apply_fn(params, xb), x, self.batch(x))
 
-    def base_outputs(self, x: Points) -> Float[Array, "n c"]:
+    def base_outputs(self, x: Inputs) -> Float[Array, "n c"]:
         """`f(x; θ₀)`."""
         return self(self.params, x)
 
-    def linearised(self, params: PyTree, x: Points) -> Float[Array, "n c"]:
+    def linearised(self, params: PyTree, x: Inputs) -> Float[Array, "n c"]:
         """`f(x; θ₀) + J(x)(θ − θ₀)` at any parameters `θ`."""
         theta, theta_0 = self.split(params)[0], self.split(self.params)[0]
         return self.base_outputs(x) + self.jvp(x, jax.tree.map(jnp.subtract, theta, theta_0))
 
-    def jvp(self, x: Points, tangent: PyTree) -> Float[Array, "n c"]:
+    def jvp(self, x: Inputs, tangent: PyTree) -> Float[Array, "n c"]:
         """`J(x) t` for a tangent with the structure of the trainable leaves."""
         self.apply_shape(x)
         theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
             return push_rows(outputs, theta, x, tangent, self.batch(x))
 
-    def vjp(self, x: Points, v: Float[Array, "n c"]) -> PyTree:
+    def vjp(self, x: Inputs, v: Float[Array, "n c"]) -> PyTree:
         """`J(x)ᵀ v`, summed over points, as a pytree of the trainable leaves."""
         self.apply_shape(x)
         theta, outputs = self._outputs()
         with jax.default_matmul_precision(PRECISION):
             return pull_rows(outputs, theta, x, v, self.batch(x))
 
-    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Points], Array]]:
+    def _outputs(self) -> tuple[PyTree, Callable[[PyTree, Inputs], Array]]:
         """The trainable leaves, and the network as a function of them."""
         theta, frozen = self.split(self.params)
         return theta, lambda t, x: self.apply_fn(eqx.combine(t, frozen), x)
 
     def kernel(
         self,
-        x1: Points,
-        x2: Points | None = None,
+        x1: Inputs,
+        x2: Inputs | None = None,
         *,
         progress: bool | ProgressFn = True,
         **options: Any,
-    ) -> Float[Array, "..."]:
+    ) -> Float[KernelArray, "..."]:
         """`J(x1) P J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
 
         `options` are those of `kernels.empirical_kernel`, e.g. `flat=True` for `(n1·c, n2·c)`.
@@ -268,21 +271,21 @@ class Linearized(eqx.Module):
                 **options,
             ).value
 
-    def kernel_rows(self, x: Points, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
+    def kernel_rows(self, x: Inputs, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
         """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row;
         both sides use the same `J`."""
         model = self.bound(x)
         return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
 
     def kernel_along(
-        self, x1: Points, v: Float[Array, "n1 c"], x2: Points
+        self, x1: Inputs, v: Float[Array, "n1 c"], x2: Inputs
     ) -> Float[Array, "n1 n2 c"]:
         """`v_iᵀ J(x1_i) P J(x2)ᵀ`: the kernel along one direction of outputs for each point of `x1`."""
         model = self.bound(x1)
         with jax.default_matmul_precision(PRECISION):
             return kernel_along(model.apply_fn, model.params, x1, v, x2, trainable=model._mask())
 
-    def kernel_block(self, x1: Points, x2: Points) -> Float[Array, "n1 c n2 c"]:
+    def kernel_block(self, x1: Inputs, x2: Inputs) -> Float[Array, "n1 c n2 c"]:
         """`J(x1) P J(x2)ᵀ` in one piece, for use inside other compiled functions."""
         own = self.in_scale()
         with jax.default_matmul_precision(PRECISION):
@@ -292,22 +295,22 @@ class Linearized(eqx.Module):
         """`trainable` in the tree of the parameters."""
         return jax.tree.unflatten(jax.tree.structure(self.params), self.trainable)
 
-    def kernel_diagonal(self, x: Points) -> Float[Array, "n c"]:
+    def kernel_diagonal(self, x: Inputs) -> Float[Array, "n c"]:
         """`‖P^{1/2} ∂f_a(x_i)/∂θ‖²`: `c` backward passes over the data."""
         model = self.bound(x)
         model.apply_shape(x)
         return _diagonal(model, x)
 
-    def jacobian(self, x: Points) -> PyTree:
+    def jacobian(self, x: Inputs) -> PyTree:
         """`J(x)`: for every trainable leaf an array of shape `(n, c, *leaf.shape)`."""
         return self._per_point(x, lambda grads: grads)
 
-    def _per_point(self, x: Points, use: Callable[[PyTree], Any]) -> Any:
+    def _per_point(self, x: Inputs, use: Callable[[PyTree], PyTree]) -> PyTree:
         """`use` of every point's gradients, each leaf `(c, *leaf.shape)`."""
         c = self.apply_shape(x)[1]
         theta, outputs = self._outputs()
 
-        def point(xi: Points) -> Any:
+        def point(xi: Inputs) -> PyTree:
             alone = jax.tree.map(lambda a: a[None], xi)
             f, back = jax.vjp(lambda t: outputs(t, alone)[0], theta)
             return use(jax.vmap(back)(jnp.eye(c, dtype=f.dtype))[0])
@@ -320,7 +323,7 @@ class Linearized(eqx.Module):
         """Points whose gradients fit in `GRADIENT_BYTES`."""
         return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
-    def apply_shape(self, x: Points) -> tuple[int, int]:
+    def apply_shape(self, x: Inputs) -> tuple[int, int]:
         """`(n, c)`, or an error if `apply_fn` returns anything else or if points see each other."""
         known = isinstance(self.apply_fn, Snapshot) and self.apply_fn.fits(x)
         n, c = (count_points(x), self._columns()) if known else self._traced_shape(x)
@@ -333,7 +336,7 @@ class Linearized(eqx.Module):
         points = self.apply_fn.args[1]
         return check_outputs("linearize", self.apply_fn.outputs, count_points(points))
 
-    def _traced_shape(self, x: Points) -> tuple[int, int]:
+    def _traced_shape(self, x: Inputs) -> tuple[int, int]:
         try:
             out = eqx.filter_eval_shape(lambda p, v: self.apply_fn(p, v), self.params, x)
         except ChangedError:
@@ -346,7 +349,7 @@ class Linearized(eqx.Module):
             ) from error
         return count_points(x), check_outputs("linearize", out, count_points(x))
 
-    def _guard(self, x: Points) -> None:
+    def _guard(self, x: Inputs) -> None:
         """Raise if points see each other: by a proof for any parameters or, if there is none, by a
         probe for these."""
         now = self._snapshot(x)
@@ -357,7 +360,7 @@ class Linearized(eqx.Module):
         with jax.default_matmul_precision(PRECISION):
             if apart is None:
 
-                def outputs(leaves: Any, rest: Any, x: Any) -> Any:
+                def outputs(leaves: Leaves, rest: Leaves, x: Inputs) -> PyTree:
                     return now(split.merge(leaves, rest), x)
 
                 apart = _GUARDS.put((now, self.trainable), Apart(outputs, leaves, rest, x))
@@ -394,17 +397,17 @@ class Linearized(eqx.Module):
         return sum(leaf.size for leaf in jax.tree.leaves(self.split(self.params)[0]))
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """Common dtype of the trainable parameters."""
         return common_dtype(*jax.tree.leaves(self.split(self.params)[0]))
 
 
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
+def _shape(x: Inputs) -> jax.ShapeDtypeStruct:
     dtype = getattr(x, "dtype", None) or np.asarray(x).dtype
     return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(dtype))
 
 
-def _described(x: Any) -> str:
+def _described(x: Inputs) -> str:
     """Shape and dtype of one array, or of the arrays of a tree."""
     if not is_tree(x):
         return f"shape {x.shape} and dtype {x.dtype}"
@@ -412,21 +415,21 @@ def _described(x: Any) -> str:
     return ", ".join(f"{jax.tree_util.keystr(k)}: shape {v.shape}, {v.dtype}" for k, v in leaves)
 
 
-def _without(fn: Any, *layers: type) -> Any:
+def _without(fn: ApplyFn, *layers: type[Snapshot | Reading | InScale | Widened]) -> ApplyFn:
     """A function without wrappers of these types."""
     while isinstance(fn, layers):
         fn = fn.fn
     return fn
 
 
-def as_network(model: Any) -> Any:
+def as_network(model: object) -> Any:
     """The linearised network inside an adapted model; anything else unchanged."""
     own = getattr(model, "linearized", None)
     return own if isinstance(own, Linearized) else model
 
 
 @eqx.filter_jit
-def _diagonal(model: Linearized, x: Points) -> Float[Array, "n c"]:
+def _diagonal(model: Linearized, x: Inputs) -> Float[Array, "n c"]:
     def square(grads: PyTree) -> Array:
         parts = [jnp.sum(g**2, axis=tuple(range(1, g.ndim))) for g in jax.tree.leaves(grads)]
         return sum(parts[1:], start=parts[0])
@@ -439,9 +442,9 @@ def linearize(
     params: PyTree,
     *,
     anchor: str = "params",
-    trainable: Callable[[tuple[Any, ...], Any], bool] | None = None,
+    trainable: Callable[[KeyPath, AnyLeaf], bool] | None = None,
     batch_size: int | None = None,
-    scale: Any = None,
+    scale: Scales = None,
 ) -> Linearized:
     r"""Linearise any JAX function of a parameter pytree at `params`.
 

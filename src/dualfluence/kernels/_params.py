@@ -7,7 +7,7 @@ and no other rule is needed. With one number for a leaf, the kernel keeps its ru
 one number for every parameter of the leaf, the kernel must form its whole Jacobian.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from .._support.checks import as_array
 from .._support.points import Form, is_floating, tree_norm
 from .._support.points import is_array as is_array
+from .._support.types import AnyLeaf, ApplyFn, Inputs, Numbers, Trainable
 
 STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats"})
 """Collections that stand beside "params" in the variables of a model and are not trained."""
@@ -36,16 +39,16 @@ class Split:
 
     treedef: Any
     roles: tuple[str, ...]
-    static: tuple[Any, ...]
+    static: tuple[object, ...]
     paths: tuple[str, ...]
 
-    def merge(self, leaves: Any, rest: Any) -> Any:
+    def merge(self, leaves: Iterable[AnyLeaf], rest: Iterable[AnyLeaf]) -> PyTree:
         """Put the pytree together again."""
         parts = {"trainable": iter(leaves), "fixed": iter(rest), "static": iter(self.static)}
         return jax.tree.unflatten(self.treedef, [next(parts[role]) for role in self.roles])
 
 
-def statistics(params: Any) -> tuple[bool, ...]:
+def statistics(params: PyTree) -> tuple[bool, ...]:
     """For every leaf, whether it is a statistic (a running mean, a cache) rather than a parameter.
 
     Flax NNX (every `Variable` that is not a `Param`) and Equinox (its `State`) are recognised by type,
@@ -60,20 +63,20 @@ def statistics(params: Any) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def _is_state(node: Any) -> bool:
+def _is_state(node: object) -> bool:
     if isinstance(node, eqx.nn.State | eqx.nn.StateIndex):
         return True
     flax = {c.__name__ for c in type(node).__mro__ if c.__module__.startswith("flax.")}
     return "Variable" in flax and "Param" not in flax
 
 
-def _collections(params: Any) -> frozenset[str]:
+def _collections(params: PyTree) -> frozenset[str]:
     if not isinstance(params, Mapping):
         return frozenset()
     return STATISTICS if "params" in params else frozenset({"batch_stats"})
 
 
-def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], Any]:
+def opened(what: str, given: Any, trainable: Trainable) -> tuple[ApplyFn, Trainable]:
     """`apply_fn` and its trainable leaves, from a function or from a network that holds both.
 
     A network of `linearize` or `adapters` is recognised by its attributes, because this module comes
@@ -94,7 +97,7 @@ def opened(what: str, given: Any, trainable: Any) -> tuple[Callable[..., Any], A
     rows = zip(jax.tree.leaves_with_path(network.params), network.trainable, strict=True)
     names = frozenset(leaf_name(path) for (path, _), used in rows if used)
 
-    def own_choice(path: Any, leaf: Any = None) -> bool:
+    def own_choice(path: KeyPath | str, leaf: object = None) -> bool:
         """`trainable` in two forms: with keys and leaf as in `linearize`, and by name as in kernels."""
         return (path if isinstance(path, str) else leaf_name(path)) in names
 
@@ -116,7 +119,9 @@ def _check_function(what: str, given: Any) -> None:
                 )
 
 
-def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], list[Any]]:
+def split_params(
+    params: PyTree, trainable: Trainable = None
+) -> tuple[Split, list[AnyLeaf], list[AnyLeaf]]:
     """Split `params`; returns the split, the trainable leaves and the fixed arrays.
 
     Integer leaves and leaves that are not arrays are never trainable, `statistics` only if `trainable`
@@ -147,7 +152,7 @@ def split_params(params: Any, trainable: Any = None) -> tuple[Split, list[Any], 
     return split, by_role["trainable"], by_role["fixed"]
 
 
-def widen_half(x: Any) -> Any:
+def widen_half(x: AnyLeaf) -> jax.Array | jax.ShapeDtypeStruct:
     """Half precision to float32, NumPy to JAX, everything else unchanged."""
     if isinstance(x, np.ndarray | np.generic):
         x = jnp.asarray(x)
@@ -158,18 +163,18 @@ def widen_half(x: Any) -> Any:
     return x
 
 
-def leaf_name(path: Any) -> str:
+def leaf_name(path: KeyPath) -> str:
     """The path of keys to a leaf, such as `dense/kernel`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _role(leaf: Any, wanted: bool) -> str:
+def _role(leaf: object, wanted: bool) -> str:
     if not is_array(leaf):
         return "static"
     return "trainable" if wanted and is_floating(leaf) else "fixed"
 
 
-def _choose(params: Any, paths: tuple[str, ...], trainable: Any) -> list[bool]:
+def _choose(params: PyTree, paths: tuple[str, ...], trainable: Trainable) -> list[bool]:
     if trainable is None:
         return [not held for held in statistics(params)]
     # A pytree of bools may itself be callable (an Equinox module), a predicate is never a pytree.
@@ -261,9 +266,9 @@ class Shifted(eqx.Module):
 class InScale:
     """`apply_fn` as a function of `Shifted` parameters."""
 
-    fn: Callable[..., Any]
+    fn: ApplyFn
 
-    def __call__(self, params: Shifted, x: Any) -> Any:
+    def __call__(self, params: Shifted, x: Inputs) -> PyTree:
         return self.fn(params.params(), x)
 
 
@@ -271,14 +276,16 @@ class InScale:
 class Reading:
     """`apply_fn` as a function of packed points, see `points`."""
 
-    fn: Callable[..., Any]
+    fn: ApplyFn
     form: Form
 
-    def __call__(self, params: Any, x: Any) -> Any:
+    def __call__(self, params: PyTree, x: Inputs) -> PyTree:
         return self.fn(params, self.form.unpack(x))
 
 
-def shifted(params: PyTree, trainable: tuple[bool, ...], scale: tuple[Any, ...]) -> Shifted:
+def shifted(
+    params: PyTree, trainable: tuple[bool, ...], scale: tuple[Array | None, ...]
+) -> Shifted:
     """The parameters as `θ₀`, with `scale` for each trainable leaf."""
     still = jax.tree.map(jnp.zeros_like, split_leaves(params, trainable)[0])
     return Shifted(params, _roots(scale), still, trainable)
@@ -289,16 +296,16 @@ def split_leaves(params: PyTree, trainable: tuple[bool, ...]) -> tuple[PyTree, P
     return eqx.partition(params, jax.tree.unflatten(jax.tree.structure(params), trainable))
 
 
-def weighted(step: PyTree, scale: tuple[Any, ...]) -> PyTree:
+def weighted(step: PyTree, scale: tuple[Array | None, ...]) -> PyTree:
     """`P^{-1/2}` times a step. The norm of `P⁻¹` is the root of the sum of its squares."""
     return _map(_over, step, _roots(scale))
 
 
-def _roots(scale: tuple[Any, ...]) -> tuple[Array | None, ...]:
+def _roots(scale: tuple[Array | None, ...]) -> tuple[Array | None, ...]:
     return tuple(None if p is None else jnp.sqrt(p) for p in scale)
 
 
-def _map(fn: Callable[..., Array], step: PyTree, roots: Sequence[Any]) -> PyTree:
+def _map(fn: Callable[..., Array], step: PyTree, roots: Sequence[Array | None]) -> PyTree:
     """`fn` of each leaf and its root."""
     leaves, treedef = jax.tree.flatten(step)
     return jax.tree.unflatten(treedef, [fn(a, r) for a, r in zip(leaves, roots, strict=True)])
@@ -312,8 +319,12 @@ def _over(leaf: Array, root: Array | None) -> Array:
     return leaf if root is None else leaf / root
 
 
+Scales = Callable[[KeyPath, AnyLeaf], Numbers | None] | PyTree | None
+"""Scales as a user gives them: a prefix of the tree of parameters, or a rule of `(path, leaf)`."""
+
+
 def check_scale(
-    scale: Any, params: PyTree, trainable: tuple[bool, ...]
+    scale: Scales, params: PyTree, trainable: tuple[bool, ...]
 ) -> tuple[Array | None, ...] | None:
     """One entry per trainable leaf from what the user gave; `None` if every scale is 1.
 
@@ -331,14 +342,14 @@ def check_scale(
     return None if all(p is None for p in found) else found
 
 
-def _spread(scale: Any, params: PyTree, rows: Sequence[tuple[Any, Any]]) -> list[Any]:
+def _spread(scale: Scales, params: PyTree, rows: Sequence[tuple[KeyPath, AnyLeaf]]) -> list[Any]:
     """The given scales, one for each leaf of `params`."""
     # As for `trainable`: a tree of scales may itself be callable, a rule is never a tree.
     if callable(scale) and jax.tree_util.all_leaves([scale]):
         return [scale(path, leaf) for path, leaf in rows]
     found: list[Any] = []
 
-    def add(given: Any, part: Any) -> None:
+    def add(given: Numbers | None, part: PyTree) -> None:
         found.extend([given] * len(jax.tree.leaves(part)))
 
     try:
@@ -352,7 +363,7 @@ def _spread(scale: Any, params: PyTree, rows: Sequence[tuple[Any, Any]]) -> list
     return found
 
 
-def _entry(name: str, given: Any, leaf: Any) -> Array | None:
+def _entry(name: str, given: Numbers | None, leaf: AnyLeaf) -> Array | None:
     """One leaf's scale in its dtype, checked."""
     if given is None or (isinstance(given, float | int) and given == 1):
         return None
@@ -375,7 +386,7 @@ def _entry(name: str, given: Any, leaf: Any) -> Array | None:
     return jnp.asarray(value, dtype)
 
 
-def _free(name: str, given: str, dtype: Any) -> Array:
+def _free(name: str, given: str, dtype: DTypeLike) -> Array:
     if given != FREE or jnp.dtype(dtype).name not in ("float32", "float64"):
         raise ValueError(
             f"{name} must be a positive number, 'free' for parameters in float32 or float64, or None "

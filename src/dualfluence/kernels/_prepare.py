@@ -4,22 +4,25 @@ The pieces evaluate the recipe (the features of a batch of points) and contract 
 batches into one kernel tile.
 """
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 from .._support.compile import jit
 from .._support.points import common_length, count_points
-from ._apart import Apart
+from .._support.types import AnyLeaf, ApplyFn, Inputs, Leaves, Numbers, Trainable
+from ._apart import Apart, Batched
 from ._params import Split, opened, split_params, widen_half
 from ._reader import Env, scale_product
-from ._recipe import Group, Method, Recipe, make_report, read_uses
+from ._recipe import Group, Method, PointFn, Recipe, make_report, read_uses
 from ._snapshot import Kept, Snapshot, reads
 
 TERMS_AT_ONCE = 6
@@ -52,7 +55,9 @@ def take_points(features: Features, index: Array) -> Features:
     return jax.tree.map(lambda a: jnp.take(a, index, axis=0), features)
 
 
-def contract(f1: Features, f2: Features, *, traced: bool, dtype: Any, precision: Any) -> Array:
+def contract(
+    f1: Features, f2: Features, *, traced: bool, dtype: DTypeLike, precision: PrecisionLike
+) -> Array:
     r"""Sum every parameter's contribution to a tile.
 
     $$K_{ia,jb} = \sum_{\text{pairs}}\sum_{s,t} (A_{is}\cdot A_{jt})(G_{ias}\cdot G_{jbt})
@@ -78,7 +83,7 @@ def _tile_shape(first: tuple[int, ...], second: tuple[int, ...], traced: bool) -
     return (first[0], second[0]) if traced else (*first[:2], *second[:2])
 
 
-def _gram(r1: Array, r2: Array, traced: bool, precision: Any) -> Array:
+def _gram(r1: Array, r2: Array, traced: bool, precision: PrecisionLike) -> Array:
     """$R_{ia}\\cdot R_{jb}$ of `(n, c, p)` arrays, or the mean over equal outputs."""
     if not traced:
         return jax.lax.dot_general(r1, r2, (((2,), (2,)), ((), ())), precision=precision)
@@ -86,17 +91,17 @@ def _gram(r1: Array, r2: Array, traced: bool, precision: Any) -> Array:
     return jnp.matmul(flat1, flat2.T, precision=precision) / r1.shape[1]
 
 
-def _left_gram(a1: Array, a2: Array, dtype: Any, precision: Any) -> Array:
+def _left_gram(a1: Array, a2: Array, dtype: DTypeLike, precision: PrecisionLike) -> Array:
     """$A_i\\cdot A_j$ of `(n, m)` rows, or equality of `(n,)` indices."""
     if a1.ndim == 1:
         return (a1[:, None] == a2[None, :]).astype(dtype)
     return jnp.matmul(a1, a2.T, precision=precision)
 
 
-def _pair_term(p: Pair, q: Pair, traced: bool, precision: Any) -> Array:
+def _pair_term(p: Pair, q: Pair, traced: bool, precision: PrecisionLike) -> Array:
     b, s = p.right.shape[2:4]
 
-    def at(k: Any, u: Any, v: Any) -> Array:
+    def at(k: Array | int, u: Array | int, v: Array | int) -> Array:
         left = _left_gram(p.left[:, k, u], q.left[:, k, v], p.right.dtype, precision)
         right = _gram(p.right[:, :, k, u], q.right[:, :, k, v], traced, precision)
         return right * (left if traced else left[:, None, :, None])
@@ -117,11 +122,17 @@ SMALL_ROW = 65536
 """Whole gradients up to this many entries are joined, so that one product serves them all."""
 
 
-def point_features(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> tuple[Any, Any, Any]:
+Rows = tuple[Array, ...]
+
+
+PointFeatures = tuple[tuple[Pair, ...], Rows, Array]
+
+
+def point_features(recipe: Recipe, leaves: Leaves, rest: Leaves, x: Inputs) -> PointFeatures:
     """Factors, whole gradients and outputs of one point, for the cotangent of every output."""
     inputs = jax.tree.leaves((leaves, rest, x))
 
-    def for_output(cotangent: Any) -> tuple[Any, Any, Any, Any]:
+    def for_output(cotangent: Array) -> tuple[Rows, Rows, Rows, Array]:
         env = recipe.program.evaluate(recipe.ops, [*inputs, cotangent])
         pairs = [_group_pair(recipe, group, env) for group in recipe.groups]
         lefts = tuple(left for left, _ in pairs)
@@ -135,11 +146,13 @@ def point_features(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> tuple[Any,
     return tuple(map(Pair, lefts, rights)), rows, outputs
 
 
-def make_features(recipe: Recipe, leaves: Any, rest: Any, x: Any, *, chunk: int) -> Features:
+def make_features(
+    recipe: Recipe, leaves: Leaves, rest: Leaves, x: Inputs, *, chunk: int
+) -> Features:
     """`Features` of the points on axis 0 of `x`, computed for at most `chunk` points at once."""
     n = jax.tree.leaves(x)[0].shape[0]
 
-    def point(x: Any) -> tuple[Any, Any, Any]:
+    def point(x: Inputs) -> PointFeatures:
         return point_features(recipe, leaves, rest, x)
 
     if chunk >= n:
@@ -152,7 +165,7 @@ def make_features(recipe: Recipe, leaves: Any, rest: Any, x: Any, *, chunk: int)
     return Features(pairs, rows, outputs, finite)
 
 
-def _group_pair(recipe: Recipe, group: Group, env: Env) -> tuple[Any, Any]:
+def _group_pair(recipe: Recipe, group: Group, env: Env) -> tuple[Array, Array]:
     pairs = [factor.pair(env) for factor in group.factors]
     lefts = [left for left, _ in pairs]
     for scalars, sign in group.scales:
@@ -164,7 +177,7 @@ def _group_pair(recipe: Recipe, group: Group, env: Env) -> tuple[Any, Any]:
     return left, pairs[0][1].astype(recipe.dtype)
 
 
-def _rows(recipe: Recipe, env: Env) -> tuple[Any, ...]:
+def _rows(recipe: Recipe, env: Env) -> Rows:
     """Whole gradients for one cotangent, flat; the small ones joined into one."""
     flat = []
     for leaf in recipe.leaves:
@@ -179,7 +192,7 @@ def _rows(recipe: Recipe, env: Env) -> tuple[Any, ...]:
     return (*large, jnp.concatenate(small)) if small else tuple(large)
 
 
-def feature_bytes(recipe: Recipe, leaves: Any, rest: Any, x: Any) -> int:
+def feature_bytes(recipe: Recipe, leaves: Leaves, rest: Leaves, x: Inputs) -> int:
     """Bytes of one point's features."""
     pairs, rows, _ = jax.eval_shape(lambda *args: point_features(recipe, *args), leaves, rest, x)
     return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((pairs, rows)))
@@ -209,11 +222,20 @@ MAX_KEPT = 16
 """Number of compiled kernels that are kept for repeated calls."""
 
 
+Args = tuple[Leaves, Leaves, Inputs]
+"""Trainable leaves, fixed ones, and inputs."""
+
+
 class Prepared:
     """A recipe with its compiled features and tiles, and the guard of its function."""
 
     def __init__(
-        self, single: Any, batched: Any, split: Split, shapes: Any, recipe: Recipe
+        self,
+        single: PointFn,
+        batched: Batched,
+        split: Split,
+        shapes: Args,
+        recipe: Recipe,
     ) -> None:
         leaves, rest, point = shapes
         self.recipe = recipe
@@ -231,10 +253,10 @@ class Prepared:
         )
         self._apart = Apart(batched, leaves, rest, jax.tree.map(_as_batch, point))
 
-    def features(self, leaves: Any, rest: Any, x: Any, chunk: int) -> Features:
+    def features(self, leaves: Leaves, rest: Leaves, x: Inputs, chunk: int) -> Features:
         return self._features(leaves, rest, x, chunk=chunk)
 
-    def check_apart(self, leaves: Any, rest: Any, x: Any) -> None:
+    def check_apart(self, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
         """Raise if outputs or derivatives of a point change with the other points."""
         self._apart.check(leaves, rest, x)
 
@@ -243,13 +265,13 @@ _KEPT = Kept[Prepared](MAX_KEPT)
 
 
 def prepare_kernel(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x: Any,
-    trainable: Any,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x: Inputs,
+    trainable: Trainable,
     method: Method,
-    precision: Any,
-) -> tuple[Prepared, list[Any], list[Any]]:
+    precision: PrecisionLike,
+) -> tuple[Prepared, Leaves, Leaves]:
     """Make a recipe for the kernel of `apply_fn`, or reuse that of an earlier call with the same shapes.
 
     **Returns:** the prepared kernel, the trainable leaves and the fixed arrays.
@@ -269,15 +291,21 @@ def prepare_kernel(
     return found, leaves, rest
 
 
-def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: Any) -> Prepared:
-    def batched(leaves: Any, rest: Any, x: Any) -> Any:
+def _build(
+    apply_fn: ApplyFn,
+    split: Split,
+    args: Args,
+    method: Method,
+    precision: PrecisionLike,
+) -> Prepared:
+    def batched(leaves: Leaves, rest: Leaves, x: Inputs) -> PyTree:
         return apply_fn(split.merge(leaves, rest), x)
 
     leaves, rest, x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
     check_outputs("empirical kernel", jax.eval_shape(batched, leaves, rest, x), count_points(x))
     point = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), x)
 
-    def single(leaves: Any, rest: Any, x: Any) -> Any:
+    def single(leaves: Leaves, rest: Leaves, x: Inputs) -> Array:
         out = batched(leaves, rest, jax.tree.map(lambda a: a[None], x))
         return jnp.reshape(out, (out.shape[1],))
 
@@ -285,11 +313,11 @@ def _build(apply_fn: Any, split: Split, args: Any, method: Method, precision: An
     return Prepared(single, batched, split, (leaves, rest, point), recipe)
 
 
-def _as_batch(point: Any) -> Any:
+def _as_batch(point: AnyLeaf) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, *point.shape), point.dtype)
 
 
-def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
+def _key(apply_fn: ApplyFn, split: Split, args: Args, options: Hashable) -> Hashable:
     """The key of a recipe; `None`, so that a new one is made, if it is not hashable or is being traced."""
     arrays, structure = jax.tree.flatten(args)
     if any(isinstance(a, Tracer) for a in arrays):
@@ -305,7 +333,7 @@ def _key(apply_fn: Any, split: Split, args: Any, options: Any) -> Any:
     return key
 
 
-def as_inputs(x1: Any, x2: Any | None) -> tuple[Any, Any | None]:
+def as_inputs(x1: Inputs, x2: Inputs | None) -> tuple[Inputs, Inputs | None]:
     """Both inputs as arrays (NumPy stays in host memory), checked against each other."""
     first = _as_points("x1", x1)
     if x2 is None:
@@ -323,14 +351,14 @@ def as_inputs(x1: Any, x2: Any | None) -> tuple[Any, Any | None]:
     return first, second
 
 
-def _as_points(name: str, x: Any) -> Any:
+def _as_points(name: str, x: Inputs) -> Inputs:
     arrays = jax.tree.map(_as_input, x)
     if common_length(f"empirical kernel: {name}", jax.tree.leaves(arrays)) == 0:
         raise ValueError(f"empirical kernel: {name} needs one or more points on axis 0, got none.")
     return arrays
 
 
-def _as_input(x: Any) -> Any:
+def _as_input(x: AnyLeaf | Numbers) -> AnyLeaf:
     if isinstance(x, jax.ShapeDtypeStruct):
         return widen_half(x)
     if not isinstance(x, jax.Array):
@@ -339,13 +367,13 @@ def _as_input(x: Any) -> Any:
     return widen_half(x)
 
 
-def widen_dtype(dtype: Any) -> Any:
+def widen_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype that `widen` gives."""
     half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.float32 if half else dtype
 
 
-def check_outputs(what: str, out: Any, n: int) -> int:
+def check_outputs(what: str, out: PyTree, n: int) -> int:
     """The number of outputs `c`, or an error if `out` is not one real array of shape `(n, c)`."""
     arrays = jax.tree.leaves(out)
     alone = len(arrays) == 1 and arrays[0] is out

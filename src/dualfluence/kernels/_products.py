@@ -2,15 +2,17 @@ r"""Products with the Jacobian of a network, batch by batch, and $Kv = J(J^T v)$
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jaxtyping import Array
+from jax.lax import PrecisionLike
+from jax.typing import ArrayLike
+from jaxtyping import Array, PyTree
 
 from .._support.compile import HIGHEST, jit
 from .._support.points import count_points
+from .._support.types import ApplyFn, Inputs, Leaves, Numbers, Trainable
 from ._apart import Apart, push
 from ._params import Split, opened, split_params
 from ._prepare import as_inputs, check_outputs
@@ -20,24 +22,24 @@ from ._snapshot import Kept, take_snapshot
 DEFAULT_BATCH = 256
 """Default number of points that are differentiated at once."""
 
-Outputs = Callable[[Any, Any], Any]
+Outputs = Callable[[PyTree, Inputs], Array]
 """`fn(theta, x) -> (n, c)`, with only the differentiated leaves in `theta`."""
 
 
-def push_rows(fn: Outputs, theta: Any, x: Any, tangent: Any, size: int) -> Array:
+def push_rows(fn: Outputs, theta: PyTree, x: Inputs, tangent: PyTree, size: int) -> Array:
     """$J(x)$ times `tangent`, shape `(n, c)`, `size` points at a time."""
     return map_rows(lambda xb: push(lambda t: fn(t, xb), theta, tangent), x, size)
 
 
-def pull_rows(fn: Outputs, theta: Any, x: Any, v: Array, size: int) -> Any:
+def pull_rows(fn: Outputs, theta: PyTree, x: Inputs, v: Array, size: int) -> PyTree:
     """$J(x)^T v$, summed over points, `size` points at a time."""
 
-    def pull(xb: Any, vb: Array) -> Any:
+    def pull(xb: Inputs, vb: Array) -> PyTree:
         f, back = jax.vjp(lambda t: fn(t, xb), theta)
         # Dual variables of a refined fit are wider than the network.
         return back(vb.astype(f.dtype))[0]
 
-    def add(total: Any, batch: tuple[Any, Array]) -> tuple[Any, None]:
+    def add(total: PyTree, batch: tuple[Inputs, Array]) -> tuple[PyTree, None]:
         return jax.tree.map(jnp.add, total, pull(*batch)), None
 
     if _length(x) <= size:
@@ -47,7 +49,7 @@ def pull_rows(fn: Outputs, theta: Any, x: Any, v: Array, size: int) -> Any:
     return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, theta), batches)[0]
 
 
-def map_rows(fn: Callable[[Any], Any], x: Any, size: int) -> Any:
+def map_rows(fn: Callable[[Inputs], Array], x: Inputs, size: int) -> Array:
     """`fn` of `x`, `size` points at a time."""
     n = _length(x)
     if n <= size:
@@ -56,7 +58,7 @@ def map_rows(fn: Callable[[Any], Any], x: Any, size: int) -> Any:
     return out.reshape(-1, *out.shape[2:])[:n]
 
 
-def cut(x: Any, size: int, *, zeros: bool = False) -> Array:
+def cut(x: ArrayLike, size: int, *, zeros: bool = False) -> Array:
     """`x` as `(num_batches, size, ...)`, padded with its last row or with zeros."""
     x = jnp.asarray(x)
     missing = -x.shape[0] % size
@@ -66,19 +68,19 @@ def cut(x: Any, size: int, *, zeros: bool = False) -> Array:
     return x.reshape(-1, size, *x.shape[1:])
 
 
-def _length(x: Any) -> int:
+def _length(x: Inputs) -> int:
     return jax.tree.leaves(x)[0].shape[0]
 
 
 def ntk_mv(
-    apply_fn: Callable[..., Any],
-    params: Any,
-    x: Any,
-    v: Any,
+    apply_fn: ApplyFn,
+    params: PyTree,
+    x: Inputs,
+    v: Numbers,
     batch_size: int = DEFAULT_BATCH,
     *,
-    trainable: Any = None,
-    precision: Any = HIGHEST,
+    trainable: Trainable = None,
+    precision: PrecisionLike = HIGHEST,
 ) -> Array:
     r"""The product $Kv = J(J^T v)$ with the empirical NTK, computed without forming the NTK.
 
@@ -100,7 +102,7 @@ def ntk_mv(
     split, leaves, rest = split_params(params, trainable)
     n, v = count_points(x), jnp.asarray(v)
 
-    def outputs(leaves: Any, rest: Any, x: Any) -> Any:
+    def outputs(leaves: Leaves, rest: Leaves, x: Inputs) -> PyTree:
         return apply_fn(split.merge(leaves, rest), x)
 
     out = jax.eval_shape(outputs, leaves, rest, x)
@@ -130,16 +132,16 @@ _KEPT = Kept[Apart](64)
 
 
 def _product(
-    apply_fn: Any,
+    apply_fn: ApplyFn,
     split: Split,
     size: int,
-    precision: Any,
-    leaves: Any,
-    rest: Any,
-    x: Any,
+    precision: PrecisionLike,
+    leaves: Leaves,
+    rest: Leaves,
+    x: Inputs,
     v: Array,
 ) -> Array:
-    def outputs(free: Any, xb: Any) -> Any:
+    def outputs(free: PyTree, xb: Inputs) -> PyTree:
         return apply_fn(split.merge(free, rest), xb)
 
     with jax.default_matmul_precision(precision_name(precision)):

@@ -12,10 +12,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
-from jax.extend import core as jex_core
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
+from jax.lax import PrecisionLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 from .._support.points import is_array
+from .._support.types import ApplyFn, Inputs
 from ._params import opened
 
 INLINED = frozenset(
@@ -41,7 +45,7 @@ BODY_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 class Op:
     """One primitive application; `ins` and `outs` are slot numbers."""
 
-    primitive: Any
+    primitive: Primitive
     params: dict[str, Any]
     ins: tuple[int, ...]
     outs: tuple[int, ...]
@@ -58,7 +62,7 @@ class Program:
     `avals[s]` is the abstract value of slot `s`, `consts[s]` its value if it is a constant.
     """
 
-    avals: list[Any] = field(default_factory=list)
+    avals: list[ShapedArray] = field(default_factory=list)
     consts: dict[int, Any] = field(default_factory=dict)
     ops: list[Op] = field(default_factory=list)
     inputs: list[int] = field(default_factory=list)
@@ -69,7 +73,7 @@ class Program:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def constant(self, aval: Any, value: Any) -> int:
+    def constant(self, aval: Any, value: object) -> int:
         slot = self.new_slot(aval)
         self.consts[slot] = value
         return slot
@@ -118,12 +122,12 @@ def _bind(op: Op, values: list[Any]) -> Sequence[Any]:
     return result if op.primitive.multiple_results else [result]
 
 
-def trace_program(fn: Callable[..., Any], *args: Any) -> Program:
+def trace_program(fn: Callable[..., PyTree], *args: PyTree) -> Program:
     """Trace `fn` at `args` (arrays or `jax.ShapeDtypeStruct`) into a `Program`."""
     return as_program(jax.make_jaxpr(fn)(*args))
 
 
-def as_program(closed: Any) -> Program:
+def as_program(closed: ClosedJaxpr) -> Program:
     """A traced function as a `Program`."""
     program = Program()
     env = {v: program.new_slot(v.aval) for v in closed.jaxpr.invars}
@@ -134,25 +138,29 @@ def as_program(closed: Any) -> Program:
     return program
 
 
-def largest_activation(fn: Callable[..., Any], x: Any) -> int:
+def largest_activation(fn: Callable[[Inputs], Array], x: Inputs) -> int:
     """Bytes of the largest array on the way from `x` to `fn(x)`."""
     program = trace_program(fn, x)
     slots = program.dependents(program.inputs)
     return max(program.size(s) * program.avals[s].dtype.itemsize for s in slots)
 
 
-def _slot(program: Program, env: dict[Any, int], atom: Any) -> int:
-    if isinstance(atom, jex_core.Literal):
+Atom = Var | Literal
+"""What an operation reads: the result of another one, or a number written into the program."""
+
+
+def _slot(program: Program, env: dict[Var, int], atom: Atom) -> int:
+    if isinstance(atom, Literal):
         return program.constant(atom.aval, atom.val)
     return env[atom]
 
 
-def own_copy(value: Any) -> Any:
+def own_copy(value: object) -> Array | np.ndarray:
     """A constant that no other code can write to: JAX lets closed-over NumPy arrays share memory."""
     return value if isinstance(value, jax.Array) else np.array(value)
 
 
-def _inline(program: Program, jaxpr: Any, consts: Sequence[Any], env: dict[Any, int]) -> None:
+def _inline(program: Program, jaxpr: Jaxpr, consts: Sequence[Any], env: dict[Var, int]) -> None:
     for var, value in zip(jaxpr.constvars, consts, strict=True):
         env[var] = program.constant(var.aval, own_copy(value))
     for eqn in jaxpr.eqns:
@@ -169,22 +177,29 @@ def _inline(program: Program, jaxpr: Any, consts: Sequence[Any], env: dict[Any, 
         env.update(zip(eqn.outvars, outs, strict=True))
 
 
-def _body(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
+def _body(eqn: JaxprEqn) -> tuple[Jaxpr, Sequence[Any]] | None:
     if eqn.primitive.name not in INLINED:
         return None
     for key in BODY_KEYS:
         body = eqn.params.get(key)
+        # A closed body brings its constants. An open one counts only where it needs none, because its
+        # equation does not say which of the operands they would be.
         if body is not None and hasattr(body, "consts"):
             jaxpr, consts = body.jaxpr, body.consts
         elif body is not None and not getattr(body, "constvars", ()):
             jaxpr, consts = body, ()
         else:
             continue
+        # Operands beside those of the body (rules, or their constants) cannot be matched up: the call stays
+        # one operation, without factors.
         return (jaxpr, consts) if len(jaxpr.invars) == len(eqn.invars) else None
     return None
 
 
-def mentions(jaxpr: Any, prefix: str) -> bool:
+AnyJaxpr = Jaxpr | ClosedJaxpr
+
+
+def mentions(jaxpr: AnyJaxpr, prefix: str) -> bool:
     """Whether a primitive whose name starts with `prefix` occurs in `jaxpr`, at any depth."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in jaxpr.eqns:
@@ -195,7 +210,7 @@ def mentions(jaxpr: Any, prefix: str) -> bool:
     return False
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: JaxprEqn | Op) -> list[AnyJaxpr]:
     """The bodies (jaxprs, closed or open) among the parameters of an equation or an `Op`."""
     found = [v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))]
     return [v for v in found if hasattr(getattr(v, "jaxpr", v), "eqns")]
@@ -215,10 +230,10 @@ class Arithmetic(NamedTuple):
     name: str
 
 
-def shapes_of(tree: Any, points: int | None = None) -> Any:
+def shapes_of(tree: PyTree, points: int | None = None) -> PyTree:
     """Arrays as their shapes, with `points` of them on axis 0 if that is given."""
 
-    def shape_of(leaf: Any) -> Any:
+    def shape_of(leaf: object) -> object:
         if not is_array(leaf):
             return leaf
         shape = leaf.shape if points is None else (points, *leaf.shape[1:])
@@ -228,11 +243,11 @@ def shapes_of(tree: Any, points: int | None = None) -> Any:
     return jax.tree.map(shape_of, tree)
 
 
-def _typed(leaf: Any) -> bool:
+def _typed(leaf: object) -> bool:
     return isinstance(leaf, jax.Array)
 
 
-def trace(fn: Callable[..., Any], *args: Any, return_shape: bool = False) -> Any:
+def trace(fn: Callable[..., PyTree], *args: PyTree, return_shape: bool = False) -> Any:
     """The jaxpr of `fn` now: for the same function JAX would return an earlier one.
 
     `return_shape=True` returns the outputs' shapes as well, in the tree that `fn` returns.
@@ -240,7 +255,8 @@ def trace(fn: Callable[..., Any], *args: Any, return_shape: bool = False) -> Any
     leaves, treedef = jax.tree.flatten(args)
     where = [k for k, leaf in enumerate(leaves) if is_array(leaf)]
 
-    def anew(*arrays: Any) -> Any:
+    def anew(*arrays: Array) -> PyTree:
+        # Settings that are not arrays stay Python values: tracing them would change what the function does.
         full = list(leaves)
         for k, array in zip(where, arrays, strict=True):
             full[k] = array
@@ -249,19 +265,20 @@ def trace(fn: Callable[..., Any], *args: Any, return_shape: bool = False) -> Any
     return jax.make_jaxpr(anew, return_shape=return_shape)(*(leaves[k] for k in where))
 
 
-def program_digest(closed: Any, *, shapes: bool = True) -> str:
+def program_digest(closed: ClosedJaxpr, *, shapes: bool = True) -> str:
     """A checksum of a traced function: its operations, numbers and closed-over arrays.
 
     `shapes=False` leaves out values that may change with the number of points.
     """
     checksum = hashlib.blake2b(digest_size=16)
-    for part in _parts(closed.jaxpr, closed.consts, shapes):
+    for part in _parts(closed, shapes):
         checksum.update(part)
     return checksum.hexdigest()
 
 
-def _parts(jaxpr: Any, consts: Iterable[Any], shapes: bool) -> Iterable[bytes]:
-    names: dict[Any, int] = {}
+def _parts(body: AnyJaxpr, shapes: bool) -> Iterable[bytes]:
+    jaxpr, consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
+    names: dict[Var, int] = {}
     for value in consts:
         yield array_digest(value)
     for var in (*jaxpr.constvars, *jaxpr.invars):
@@ -271,38 +288,40 @@ def _parts(jaxpr: Any, consts: Iterable[Any], shapes: bool) -> Iterable[bytes]:
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name.encode()
         for atom in eqn.invars:
-            literal = isinstance(atom, jex_core.Literal)
+            literal = isinstance(atom, Literal)
             yield _number(atom.val) if literal else str(names[atom]).encode()
         for body in inner_jaxprs(eqn):
-            yield from _parts(getattr(body, "jaxpr", body), getattr(body, "consts", ()), shapes)
+            yield from _parts(body, shapes)
         if shapes:
             yield str([_plain(eqn.params[key]) for key in sorted(eqn.params)]).encode()
         for var in eqn.outvars:
             names[var] = len(names)
 
 
-def _number(value: Any) -> bytes:
+def _number(value: object) -> bytes:
     return f"{np.asarray(value).dtype}{np.asarray(value).tobytes()!r}".encode()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Settings that compare by value; functions and the like differ from trace to trace."""
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     return value if isinstance(value, str | int | float | complex | bool | np.dtype) else None
 
 
-_DIGESTS: dict[int, tuple[Any, bytes]] = {}
+_DIGESTS: dict[int, tuple[weakref.ref[jax.Array], bytes]] = {}
 """Checksums of JAX arrays, which never change: `id -> (weak reference, checksum)`."""
 
 
-def array_digest(value: Any) -> bytes:
+def array_digest(value: object) -> bytes:
     """A checksum of an array's contents, computed once for each JAX array."""
+    # Their numbers cannot be read here; two different objects then count as different.
     if isinstance(value, Tracer) or not getattr(value, "is_fully_addressable", True):
         return f"id {id(value)}".encode()
     if not isinstance(value, jax.Array):
         return _bytes_digest(np.asarray(value))
     known = _DIGESTS.get(id(value))
+    # Numbers of dead objects are given out again, so that the reference decides, not the number.
     if known is None or known[0]() is not value:
         keys = jnp.issubdtype(value.dtype, jax.dtypes.extended)
         host = np.asarray(jax.random.key_data(value) if keys else value)
@@ -318,7 +337,7 @@ def _bytes_digest(array: np.ndarray) -> bytes:
     return checksum.digest()
 
 
-def arithmetic(closed: Any, num_params: int) -> Arithmetic:
+def arithmetic(closed: ClosedJaxpr, num_params: int) -> Arithmetic:
     """The least precise rounding on the way from the first `num_params` inputs to the outputs.
 
     On the way from the data alone only half precision counts: compilers may skip such a rounding in
@@ -336,7 +355,7 @@ def arithmetic(closed: Any, num_params: int) -> Arithmetic:
     return max(found, key=lambda a: a.eps)
 
 
-def _units(op: Any, outs: Iterable[Any]) -> list[Arithmetic]:
+def _units(op: Op | JaxprEqn, outs: Iterable[Any]) -> list[Arithmetic]:
     """Rounding units of an operation and of everything inside it."""
     if op.primitive.name == "bitcast_convert_type":  # bytes of packed points: nothing is rounded
         return []
@@ -356,11 +375,11 @@ def _is_float(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.inexact)
 
 
-def _of_dtype(dtype: Any) -> Arithmetic:
+def _of_dtype(dtype: DTypeLike) -> Arithmetic:
     return Arithmetic(float(jnp.finfo(dtype).eps), jnp.dtype(dtype).name)
 
 
-def _of_product(precision: Any) -> list[Arithmetic]:
+def _of_product(precision: PrecisionLike) -> list[Arithmetic]:
     """Products that request less than the precision of their dtype."""
     asked = precision if isinstance(precision, tuple) else (precision,)
     names = {getattr(p, "name", str(p)).upper() for p in asked}
@@ -369,12 +388,13 @@ def _of_product(precision: Any) -> list[Arithmetic]:
     if any(name.startswith(("TF32", "F16")) for name in names):
         return [Arithmetic(TF32_EPS, "TF32 products")]
     eps = COARSE_PRODUCTS.get(jax.default_backend())
+    # On other backends, and at the highest precision, products round like their dtype.
     if eps is None or not names & {"DEFAULT", "HIGH"}:
         return []
     return [Arithmetic(eps, "products at reduced precision")]
 
 
-def narrowest_dtype(apply_fn: Callable[..., Any], params: Any, x: Any) -> Any:
+def narrowest_dtype(apply_fn: ApplyFn, params: PyTree, x: Inputs) -> np.dtype:
     """The narrowest floating type that `apply_fn` computes with on its way to the outputs.
 
     TF32 products, for which there is no dtype, round like float16.

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from ._program import Op, Program
 
@@ -49,18 +51,18 @@ class GradientFactor:
     kind = "abstract"
 
     @abstractmethod
-    def left(self, env: Env) -> Any:
+    def left(self, env: Env) -> Array:
         """$A$, shape `(b, s, m)`, or integer indices `(b, s)` standing for one-hot rows."""
 
     @abstractmethod
-    def right(self, env: Env) -> Any:
+    def right(self, env: Env) -> Array:
         """$G$ for one cotangent, shape `(b, s, n)`."""
 
     @property
     def slots(self) -> set[int]:
         return {self.right_slot, *(s for s, _ in self.scalars)}
 
-    def pair(self, env: Env) -> tuple[Any, Any]:
+    def pair(self, env: Env) -> tuple[Array, Array]:
         """Both factors, multiplied with the scalars."""
         left, right = self.left(env), self.right(env)
         if not self.scalars and self.sign == 1:
@@ -71,7 +73,7 @@ class GradientFactor:
         return left * scale.astype(left.dtype), right
 
 
-def scale_product(env: Env, scalars: Scalars, sign: int, dtype: Any) -> Any:
+def scale_product(env: Env, scalars: Scalars, sign: int, dtype: DTypeLike) -> Array:
     """The product of `scalars`, each a slot with power 1 or -1."""
     total = jnp.asarray(sign, dtype)
     for slot, power in scalars:
@@ -94,10 +96,10 @@ class DotFactor(GradientFactor):
     def slots(self) -> set[int]:
         return super().slots | {self.left_slot}
 
-    def left(self, env: Env) -> Any:
+    def left(self, env: Env) -> Array:
         return _batch_sum_free(env[self.left_slot], *self.left_dims)
 
-    def right(self, env: Env) -> Any:
+    def right(self, env: Env) -> Array:
         if self.right_dims is None:
             return jnp.reshape(env[self.right_slot], (1, 1, -1))
         return _batch_sum_free(env[self.right_slot], *self.right_dims)
@@ -108,7 +110,7 @@ class ConvFactor(GradientFactor):
     """$A$ holds the input patches under each output position, $G$ the output cotangents."""
 
     left_slot: int
-    params: Any
+    params: Mapping[str, Any]
 
     kind = "conv"
 
@@ -116,7 +118,7 @@ class ConvFactor(GradientFactor):
     def slots(self) -> set[int]:
         return super().slots | {self.left_slot}
 
-    def left(self, env: Env) -> Any:
+    def left(self, env: Env) -> Array:
         p, groups = self.params, self.sizes[0]
         spec = p["dimension_numbers"]
         lhs = jnp.transpose(
@@ -128,7 +130,7 @@ class ConvFactor(GradientFactor):
         patches = jnp.reshape(patches, (*patches.shape[:2], groups, -1, prod(patches.shape[3:])))
         return jnp.reshape(jnp.transpose(patches, (2, 1, 4, 0, 3)), self.sizes[:3])
 
-    def right(self, env: Env) -> Any:
+    def right(self, env: Env) -> Array:
         spec = self.params["dimension_numbers"].rhs_spec
         rhs = jnp.transpose(env[self.right_slot], (spec[0], spec[1], *spec[2:]))
         rhs = jnp.reshape(rhs, (self.sizes[0], self.sizes[3], self.sizes[1]))
@@ -149,7 +151,7 @@ class LookupFactor(GradientFactor):
     def slots(self) -> set[int]:
         return super().slots | {self.left_slot}
 
-    def left(self, env: Env) -> Any:
+    def left(self, env: Env) -> Array:
         idx = env[self.left_slot]
         found = jnp.reshape(idx[..., self.component], self.sizes[:2])
         if self.clips:
@@ -159,10 +161,10 @@ class LookupFactor(GradientFactor):
         strays = jnp.reshape(jnp.any(idx != 0, axis=-1, where=self._others(idx)), found.shape)
         return jnp.where(strays, -1, found)
 
-    def _others(self, idx: Any) -> Any:
+    def _others(self, idx: Array) -> Array:
         return jnp.arange(idx.shape[-1]) != self.component
 
-    def right(self, env: Env) -> Any:
+    def right(self, env: Env) -> Array:
         # A dropped row has no gradient: its cotangent must not reach the kernel.
         idx = self.left(env)[..., None]
         rows = jnp.reshape(env[self.right_slot], (*self.sizes[:2], self.sizes[3]))
@@ -170,14 +172,16 @@ class LookupFactor(GradientFactor):
         return jnp.where(inside, rows, jnp.zeros_like(rows))
 
 
-def _batch_sum_free(x: Any, batch: tuple[int, ...], summed: tuple[int, ...]) -> Any:
+def _batch_sum_free(x: Array, batch: tuple[int, ...], summed: tuple[int, ...]) -> Array:
     free = [d for d in range(x.ndim) if d not in batch and d not in summed]
     shape = x.shape
     x = jnp.transpose(x, (*batch, *summed, *free))
     return jnp.reshape(x, tuple(prod(shape[d] for d in dims) for dims in (batch, summed, free)))
 
 
-def _patches(x: Any, p: Any, taps: tuple[int, ...], window: tuple[int, ...]) -> Any:
+def _patches(
+    x: Array, p: Mapping[str, Any], taps: tuple[int, ...], window: tuple[int, ...]
+) -> Array:
     """Strided windows of `(a, b, *spatial)`: shape `(taps, a, b, *window)`."""
     # JAX writes a weight's gradient as a convolution of inputs with cotangents: its outputs are the
     # taps of the filter and its window goes over output positions. So the taps step by its strides,
@@ -192,7 +196,7 @@ def _patches(x: Any, p: Any, taps: tuple[int, ...], window: tuple[int, ...]) -> 
         config.append((low, needed - dilated - low, hole))
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
 
-    def at(tap: tuple[int, ...]) -> Any:
+    def at(tap: tuple[int, ...]) -> Array:
         start = [t * s for t, s in zip(tap, steps, strict=True)]
         limit = [a + (w - 1) * r + 1 for a, w, r in zip(start, window, spread, strict=True)]
         return jax.lax.slice(x, (0, 0, *start), (*x.shape[:2], *limit), (1, 1, *spread))
@@ -212,10 +216,10 @@ class SharedFactor(GradientFactor):
     def slots(self) -> set[int]:
         return set().union(*(part.slots for part in self.parts))
 
-    def left(self, env: Env) -> Any:
+    def left(self, env: Env) -> Array:
         return jnp.concatenate([part.pair(env)[0] for part in self.parts], axis=1)
 
-    def right(self, env: Env) -> Any:
+    def right(self, env: Env) -> Array:
         return jnp.concatenate([part.pair(env)[1] for part in self.parts], axis=1)
 
 
@@ -248,6 +252,7 @@ class FactorReader:
         factor with a longer sum, others have no common factors.
         """
         terms = self._terms(slot, (), 1, ())
+        # No use at all, or one without factors: the whole gradient is formed instead.
         return merge_uses(tuple(terms)) if terms else None
 
     def root(self, slot: int) -> tuple[int, Scalars, int]:
@@ -268,6 +273,7 @@ class FactorReader:
         self, slot: int, scalars: Scalars, sign: int, axis_order: AxisOrder
     ) -> list[GradientFactor] | None:
         op = self.program.producer.get(slot)
+        # An input of the program, or a constant gradient: no product makes it.
         if op is None or slot not in self.reached:
             return None
         # A parameter that is used twice: its gradient is the sum over uses. (`add` with broadcasting
@@ -294,6 +300,7 @@ class FactorReader:
         size = self.program.size
         if op.name in ("squeeze", "expand_dims", "copy", "copy_p", "convert_element_type"):
             return True
+        # With `dimensions` the axes change places before the reshape.
         if op.name == "reshape":
             return op.params.get("dimensions") is None
         if op.name in ("broadcast_in_dim", "reduce_sum"):
@@ -315,12 +322,14 @@ class FactorReader:
         # The number is what the cotangent does not reach: either operand of a product, the divisor.
         for k, power in ((1, 1), (0, 1)) if op.name == "mul" else ((1, -1),):
             scalar = self._scalar_slot(op.ins[k])
+            # The other operand must carry the gradient, and keep its size: a broadcast repeats entries.
             if scalar is not None and op.ins[1 - k] in self.reached:
                 same = self.program.size(op.ins[1 - k]) == self.program.size(op.outs[0])
                 return (op.ins[1 - k], ((scalar, power),), 1) if same else None
         return None
 
     def _scalar_slot(self, slot: int) -> int | None:
+        # A number that the cotangent reaches would make the gradient quadratic in it.
         if slot in self.reached:
             return None
         if self.program.size(slot) == 1:
@@ -355,6 +364,7 @@ class FactorReader:
             return None
         shape_l, shape_r = self.program.shape(left), self.program.shape(right)
         b, s = (prod(shape_l[d] for d in dims) for dims in dims_l)
+        # An operand without entries has no sizes to divide by.
         sizes = (b, s, prod(shape_l) // max(b * s, 1), prod(shape_r) // max(b * s, 1))
         free = (swapped, _free_shape(shape_l, *dims_l), _free_shape(shape_r, *dims_r))
         if b * s == 1:
@@ -408,6 +418,7 @@ class FactorReader:
         trailing = tuple(range(len(row_shape) - len(window), len(row_shape)))
         # Whole rows along axis 0: any other start index can only be zero.
         whole = {(): (1, *shape[1:]), (0,): shape[1:]}.get(tuple(d.inserted_window_dims))
+        # Any other scatter is left to the whole gradient: a wrong factor would make a wrong kernel.
         plain = (
             window == whole
             and 0 in d.scatter_dims_to_operand_dims
@@ -431,6 +442,7 @@ class FactorReader:
         if op is not None and op.name == "broadcast_in_dim":
             slot = op.ins[0]
         value = self.program.consts.get(slot)
+        # Under `jit` a closed-over array has no values to look at, so it may be anything.
         return value is not None and not isinstance(value, Tracer) and not np.any(value)
 
 

@@ -1,13 +1,16 @@
 """Decide, for one function and one input shape, how each parameter enters the kernel, and report it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from jax.lax import PrecisionLike
+from jaxtyping import Array
 
 from .._support.points import common_dtype
+from .._support.types import Inputs, Leaves
 from ._params import Split
 from ._program import Op, Program, trace_program
 from ._reader import FactorReader, GradientFactor, Scalars
@@ -46,6 +49,10 @@ def prefers_pair(sizes: tuple[int, int, int, int], num_outputs: int) -> bool:
     return pair <= whole
 
 
+PointFn = Callable[[Leaves, Leaves, Inputs], Array]
+"""`fn(leaves, rest, x) -> (c,)`, of one point."""
+
+
 class Recipe:
     r"""The backward pass of `single`, cut one step short of the gradients.
 
@@ -60,20 +67,22 @@ class Recipe:
 
     def __init__(
         self,
-        single: Callable[..., Any],
-        leaves: Sequence[Any],
-        rest: Sequence[Any],
-        x: Any,
+        single: PointFn,
+        leaves: Leaves,
+        rest: Leaves,
+        x: Inputs,
         *,
         method: Method,
-        precision: Any,
+        precision: PrecisionLike,
     ) -> None:
         out = jax.eval_shape(single, leaves, rest, x)
         self.num_outputs = int(out.shape[0])
         self.dtype = common_dtype(out.dtype, jnp.float32)
         self.method, self.precision = method, precision
 
-        def backward(leaves: Any, rest: Any, x: Any, cotangent: Any) -> Any:
+        def backward(
+            leaves: Leaves, rest: Leaves, x: Inputs, cotangent: Array
+        ) -> tuple[Array, Leaves]:
             outputs, pull = jax.vjp(lambda free: single(free, rest, x), leaves)
             return outputs, pull(cotangent)[0]
 
@@ -99,7 +108,7 @@ class Recipe:
 
     def _join(self, reader: FactorReader) -> list[Group]:
         r"""Group gradients by their $G$: $\sum_l (A_l A_l^T) \circ (G G^T)$ is one product."""
-        groups: dict[Any, Group] = {}
+        groups: dict[Hashable, Group] = {}
         for k, leaf in enumerate(self.leaves):
             if leaf.form == "pair" and leaf.factor is not None:
                 flat = leaf.factor.kind == "dot" and leaf.factor.sizes[:2] == (1, 1)
@@ -126,7 +135,7 @@ class Recipe:
         return wanted
 
 
-def precision_name(precision: Any) -> str | None:
+def precision_name(precision: PrecisionLike) -> str | None:
     """The name that `jax.default_matmul_precision` uses for `precision`."""
     if precision is None:
         return None
@@ -218,9 +227,7 @@ def _rule(leaf: Leaf, uses: tuple[str, ...], method: str) -> str:
     return f"jacobian ({reason or 'no structure found'})"
 
 
-def read_uses(
-    single: Callable[..., Any], leaves: Sequence[Any], rest: Sequence[Any], x: Any
-) -> list[tuple[str, ...]]:
+def read_uses(single: PointFn, leaves: Leaves, rest: Leaves, x: Inputs) -> list[tuple[str, ...]]:
     """For every leaf, the kinds of its uses in the forward pass."""
     program = trace_program(single, leaves, rest, x)
     varies = program.dependents(program.inputs[len(leaves) + len(rest) :])

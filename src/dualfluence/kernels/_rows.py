@@ -8,10 +8,12 @@ is known about it. Rules give proofs only; a `MIXED` function may still keep its
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
+from .._support.types import Numbers
 from ._program import Op, Program, as_program
 
 
@@ -34,7 +36,13 @@ class Mixed(Exception):
 
 RowState = Points | Free
 Shape = tuple[int, ...]
-Rule = Callable[[Op, Sequence[RowState], Sequence[Shape], Sequence[Shape], int], RowState]
+States = Sequence[RowState]
+
+
+Shapes = Sequence[Shape]
+
+
+Rule = Callable[[Op, States, Shapes, Shapes, int], RowState]
 
 _ENTRY_BY_ENTRY = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex
@@ -53,7 +61,7 @@ ALONG_AXIS = tuple(f"cum{k}" for k in ("sum", "prod", "max", "min", "logsumexp")
 WINDOWS = tuple(f"reduce_window_{k}" for k in ("sum", "max", "min"))
 
 
-def follow_rows(program: Program, states: Sequence[RowState], n: int) -> list[RowState]:
+def follow_rows(program: Program, states: States, n: int) -> list[RowState]:
     """States of the outputs, given those of the inputs; raises `Mixed`."""
     env: dict[int, RowState] = dict(zip(program.inputs, states, strict=True))
     for slot, value in program.consts.items():
@@ -70,16 +78,15 @@ def follow_rows(program: Program, states: Sequence[RowState], n: int) -> list[Ro
     return [env[s] for s in program.outputs]
 
 
-def _constant_axes(value: Any) -> frozenset[int]:
+def _constant_axes(value: Numbers) -> frozenset[int]:
     shape = np.shape(value)
     return frozenset(d for d, length in enumerate(shape) if length == 1)
 
 
-def _step(
-    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[RowState]:
+def _step(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[RowState]:
     if op.name in CONTROL:
         return CONTROL[op.name](op, ins, shapes, outs, n)
+    # Without points nothing can be mixed: only where the value is constant is still needed.
     free = not any(isinstance(s, Points) for s in ins)
     if free:
         return [Free(_same(op, ins, shapes, out)) for out in outs]
@@ -92,7 +99,7 @@ def _step(
     return [state for _ in outs]
 
 
-def _same(op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], out: Shape) -> frozenset[int]:
+def _same(op: Op, ins: States, shapes: Shapes, out: Shape) -> frozenset[int]:
     """Axes along which a value without points is constant."""
     ones = {d for d, length in enumerate(out) if length == 1}
     axes = [s.same for s, shape in zip(ins, shapes, strict=True) if isinstance(s, Free) and shape]
@@ -113,7 +120,7 @@ def _same(op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], out: Shape) 
     return frozenset(ones)
 
 
-def _same_in_product(op: Op, same: Sequence[Any], shapes: Sequence[Shape]) -> set[int]:
+def _same_in_product(op: Op, same: Sequence[frozenset[int]], shapes: Shapes) -> set[int]:
     """A product is constant along those free axes of an operand along which the operand is constant."""
     found = set()
     for k in (0, 1):
@@ -122,16 +129,17 @@ def _same_in_product(op: Op, same: Sequence[Any], shapes: Sequence[Shape]) -> se
     return found
 
 
-def _free_axes(op: Op, shapes: Sequence[Shape], k: int) -> tuple[list[int], int]:
+def _free_axes(op: Op, shapes: Shapes, k: int) -> tuple[list[int], int]:
     """The free axes of operand `k` of a product, and the position in the result where they start."""
     summed, paired = op.params["dimension_numbers"]
     free = [[d for d in range(len(shapes[j])) if d not in (*summed[j], *paired[j])] for j in (0, 1)]
     return free[k], len(paired[0]) + (len(free[0]) if k else 0)
 
 
-def _meet(ins: Sequence[RowState], shapes: Sequence[Shape]) -> Points:
+def _meet(ins: States, shapes: Shapes) -> Points:
     """The common state of operands that are combined entry by entry."""
     found = {s for s in ins if isinstance(s, Points)}
+    # Entry by entry, the first point of one operand would meet another point of the other.
     if len(found) != 1:
         raise Mixed("points on different axes")
     (state,) = found
@@ -141,40 +149,51 @@ def _meet(ins: Sequence[RowState], shapes: Sequence[Shape]) -> Points:
     return state
 
 
-def _broadcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
-    return ins[0]._replace(axis=op.params["broadcast_dimensions"][ins[0].axis])
+def _first(op: Op, ins: States) -> Points:
+    """The first operand of operations that keep points only there."""
+    if not isinstance(ins[0], Points):
+        raise Mixed(op.name)
+    return ins[0]
 
 
-def _transpose(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
-    return ins[0]._replace(axis=op.params["permutation"].index(ins[0].axis))
+def _broadcast(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
+    state = _first(op, ins)
+    return state._replace(axis=op.params["broadcast_dimensions"][state.axis])
 
 
-def _reshape(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
-    before = prod(shapes[0][: ins[0].axis])
+def _transpose(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
+    state = _first(op, ins)
+    return state._replace(axis=op.params["permutation"].index(state.axis))
+
+
+def _reshape(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
+    before = prod(shapes[0][: _first(op, ins).axis])
     for axis, length in enumerate(outs[0]):
+        # The axes in front must have as many entries as before, and whole points must stay in one piece.
         if prod(outs[0][:axis]) == before and length % n == 0 and length:
             return Points(axis, length // n)
     raise Mixed("reshape")
 
 
-def _drop(state: Points, gone: Any) -> Points:
+def _drop(state: Points, gone: Sequence[SupportsIndex]) -> Points:
+    # A sum, mean or maximum over the axis of the points is what batch norm does.
     if state.axis in gone:
         raise Mixed("reduced over points")
-    return state._replace(axis=state.axis - sum(d < state.axis for d in gone))
+    return state._replace(axis=state.axis - sum(int(d) < state.axis for d in gone))
 
 
-def _reduce(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
-    return _drop(ins[0], op.params["axes"])
+def _reduce(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
+    return _drop(_first(op, ins), op.params["axes"])
 
 
-def _squeeze(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
-    return _drop(ins[0], op.params["dimensions"])
+def _squeeze(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
+    return _drop(_first(op, ins), op.params["dimensions"])
 
 
 def _untouched(key: str) -> Rule:
     """Operations along the axes under `key`, which must not contain the axis of the points."""
 
-    def rule(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+    def rule(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
         touched = op.params[key]
         state = _meet(ins, shapes)
         if state.axis in (touched if isinstance(touched, tuple | list) else (touched,)):
@@ -184,13 +203,15 @@ def _untouched(key: str) -> Rule:
     return rule
 
 
-def _last_axis(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
-    if ins[0].axis == len(shapes[0]) - 1:
+def _last_axis(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
+    state = _first(op, ins)
+    # The largest of several points are not those of each.
+    if state.axis == len(shapes[0]) - 1:
         raise Mixed(op.name)
-    return ins[0]
+    return state
 
 
-def _dot(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _dot(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     summed, paired = op.params["dimension_numbers"]
     found = []
     for k, state in enumerate(ins):
@@ -207,20 +228,23 @@ def _dot(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
             free, first = _free_axes(op, shapes, k)
             place = first + free.index(state.axis)
         found.append(state._replace(axis=place))
+    # Both operands have points, and they do not meet in pairs: an outer product of points.
     if len(set(found)) != 1:
         raise Mixed("a product of points with points")
     return found[0]
 
 
-def _conv(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _conv(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     spec = op.params["dimension_numbers"]
-    images = isinstance(ins[0], Points) and ins[0].axis == spec.lhs_spec[0]
-    if not images or isinstance(ins[1], Points) or op.params["batch_group_count"] != 1:
+    images = _first(op, ins)
+    # Points on the axis of images stay there, unless groups of images meet different filters.
+    plain = images.axis == spec.lhs_spec[0] and op.params["batch_group_count"] == 1
+    if not plain or isinstance(ins[1], Points):
         raise Mixed("convolution")
-    return ins[0]._replace(axis=spec.out_spec[0])
+    return images._replace(axis=spec.out_spec[0])
 
 
-def _gather(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _gather(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     d = op.params["dimension_numbers"]
     table, index = ins
     paired = tuple(getattr(d, "operand_batching_dims", ()))
@@ -232,6 +256,7 @@ def _gather(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
             own = paired[partners.index(index.axis)]
             if isinstance(table, Free) and own not in table.same:
                 raise Mixed("a lookup that tells points apart")
+        # The last axis holds the parts of one position, which would come from different points.
         if index.axis == len(shapes[1]) - 1:
             raise Mixed("a lookup across points")
         found.append(index._replace(axis=rows[index.axis]))
@@ -252,39 +277,45 @@ def _gather(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
     return found[0]
 
 
-def _slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _slice(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     state = ins[0]
+    # A start that depends on points moves the window for all of them, and a part of the axis of points no
+    # longer has one entry for each.
     starts = any(isinstance(s, Points) for s in ins[1:]) and op.name == "dynamic_slice"
     if starts or not isinstance(state, Points) or outs[0][state.axis] != shapes[0][state.axis]:
         raise Mixed(op.name)
     return state
 
 
-def _bitcast(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _bitcast(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     # Bytes on the last axis become numbers or the other way round: the points must not be on it.
-    if ins[0].axis >= min(len(shapes[0]), len(outs[0])):
+    state = _first(op, ins)
+    if state.axis >= min(len(shapes[0]), len(outs[0])):
         raise Mixed(op.name)
-    return ins[0]
+    return state
 
 
-def _update_slice(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _update_slice(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     state = _meet(ins[:2], shapes[:2])
+    # An update of some points only would leave others, and where it starts may depend on them.
     whole = shapes[0][state.axis] == shapes[1][state.axis]
     if not whole or any(isinstance(s, Points) for s in ins[2:]):
         raise Mixed(op.name)
     return state
 
 
-def _pad(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _pad(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     state = _meet(ins, shapes)
+    # Padded entries belong to no point.
     if tuple(op.params["padding_config"][state.axis]) != (0, 0, 0):
         raise Mixed("pad")
     return state
 
 
-def _window(op: Op, ins: Any, shapes: Any, outs: Any, n: int) -> RowState:
+def _window(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     state = _meet(ins, shapes)
     p, d = op.params, state.axis
+    # A window across the axis of the points sees neighbours.
     plain = p["window_dimensions"][d] == 1 and shapes[0][d] == outs[0][d]
     if not plain or tuple(p["padding"][d]) != (0, 0):
         raise Mixed(op.name)
@@ -332,13 +363,14 @@ def _meet_loop(first: RowState, second: RowState) -> RowState:
 
 
 def _loop(
-    body: Any, fixed: Sequence[RowState], carry: list[RowState], n: int, rest: Any
+    body: ClosedJaxpr, fixed: States, carry: list[RowState], n: int, rest: States
 ) -> list[RowState]:
     """Run `body` until the states of its carry no longer change; returns all outputs' states."""
     program = as_program(body)
     while True:
         outs = follow_rows(program, [*fixed, *carry, *rest], n)
         joined = [_join(a, b) for a, b in zip(carry, outs[: len(carry)], strict=True)]
+        # States only ever lose knowledge, and there are finitely many: this ends.
         if joined == carry:
             return [*carry, *outs[len(carry) :]]
         carry = joined
@@ -348,14 +380,13 @@ def _shift(state: RowState, by: int) -> RowState:
     """The state with a scan's axis taken away in front (`by = -1`) or put there (`by = 1`)."""
     if isinstance(state, Free):
         return Free(frozenset(d + by for d in state.same if d + by >= 0))
+    # Each turn of such a loop is one point, and its carry is handed from point to point.
     if state.axis + by < 0:
         raise Mixed("a loop over points")
     return state._replace(axis=state.axis + by)
 
 
-def _scan(
-    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[RowState]:
+def _scan(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[RowState]:
     fixed, carry = _scan_groups(op, shapes, outs)
     rows = [_shift(s, -1) for s in ins[fixed + carry :]]
     start = list(ins[fixed : fixed + carry])
@@ -363,7 +394,7 @@ def _scan(
     return [*ends[:carry], *(_shift(s, 1) for s in ends[carry:])]
 
 
-def _scan_groups(op: Op, shapes: Sequence[Shape], outs: Sequence[Shape]) -> tuple[int, int]:
+def _scan_groups(op: Op, shapes: Shapes, outs: Shapes) -> tuple[int, int]:
     """How many operands of a scan are fixed, and how many it carries.
 
     Newer releases of JAX do not give these numbers. An operand that is scanned over has one more axis
@@ -377,21 +408,18 @@ def _scan_groups(op: Op, shapes: Sequence[Shape], outs: Sequence[Shape]) -> tupl
     return held - carry, carry
 
 
-def _while(
-    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[RowState]:
+def _while(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[RowState]:
     first, second = op.params["cond_nconsts"], op.params["body_nconsts"]
     carry = list(ins[first + second :])
     ends = _loop(op.params["body_jaxpr"], ins[first : first + second], carry, n, ())
     (going,) = follow_rows(as_program(op.params["cond_jaxpr"]), [*ins[:first], *ends], n)
+    # All points would run for as long as the slowest one does.
     if isinstance(going, Points):
         raise Mixed("a loop whose length depends on points")
     return ends
 
 
-def _cond(
-    op: Op, ins: Sequence[RowState], shapes: Sequence[Shape], outs: Sequence[Shape], n: int
-) -> list[RowState]:
+def _cond(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[RowState]:
     if isinstance(ins[0], Points):
         raise Mixed("a branch that depends on points")
     branches = [follow_rows(as_program(body), ins[1:], n) for body in op.params["branches"]]
@@ -401,7 +429,7 @@ def _cond(
     return ends
 
 
-Control = Callable[[Op, Sequence[RowState], Sequence[Shape], Sequence[Shape], int], list[RowState]]
+Control = Callable[[Op, States, Shapes, Shapes, int], list[RowState]]
 CONTROL: dict[str, Control] = {
     "scan": _scan,
     "while": _while,

@@ -12,19 +12,21 @@ compiled from it, so that no model mixes old and new values.
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, Generic, TypeVar
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import PyTree
 
 from .._support.compile import PRECISION, has_float64, types_of_64_bits, widened
 from .._support.points import is_array
+from .._support.types import ApplyFn, Inputs
 from ._params import InScale, Reading
 from ._program import Arithmetic, arithmetic, array_digest, program_digest, shapes_of, trace
 
@@ -69,14 +71,14 @@ class Snapshot:
     - `wide`: whether 64-bit types were on.
     """
 
-    fn: Callable[..., Any]
+    fn: ApplyFn
     checksum: str
-    args: tuple[Any, Any] = field(compare=False, repr=False)
-    outputs: Any = field(compare=False, repr=False)
+    args: tuple[PyTree, Inputs] = field(compare=False, repr=False)
+    outputs: PyTree = field(compare=False, repr=False)
     arithmetic: Arithmetic = field(compare=False, repr=False)
     wide: bool = field(compare=False, repr=False, default_factory=has_float64)
 
-    def __call__(self, params: Any, x: Any) -> Any:
+    def __call__(self, params: PyTree, x: Inputs) -> PyTree:
         """`fn(params, x)`, or an error if `fn` has changed."""
         self.require_unchanged()
         return self.fn(params, x)
@@ -92,7 +94,7 @@ class Snapshot:
                 " again, or make what changes a parameter."
             )
 
-    def fits(self, x: Any) -> bool:
+    def fits(self, x: Inputs) -> bool:
         """Whether `x` has points of the shape and dtype that the snapshot was taken for."""
         own, given = (jax.tree.leaves(tree) for tree in (self.args[1], x))
         return len(own) == len(given) and all(
@@ -105,7 +107,7 @@ class ChangedError(ValueError):
     """A value that `apply_fn` closes over changed after a model was made from it."""
 
 
-def take_snapshot(fn: Callable[..., Any], params: Any, x: Any) -> Snapshot:
+def take_snapshot(fn: ApplyFn, params: PyTree, x: Inputs) -> Snapshot:
     """A snapshot of `fn` for inputs like `x`; it costs one trace."""
     args = (shapes_of(params), shapes_of(x, POINTS))
     closed, outputs = _trace_exactly(fn, args)
@@ -113,13 +115,13 @@ def take_snapshot(fn: Callable[..., Any], params: Any, x: Any) -> Snapshot:
     return Snapshot(fn, program_digest(closed), args, outputs, arithmetic(closed, count))
 
 
-def _trace_exactly(fn: Callable[..., Any], args: tuple[Any, Any]) -> tuple[Any, Any]:
+def _trace_exactly(fn: ApplyFn, args: tuple[PyTree, Inputs]) -> tuple[ClosedJaxpr, PyTree]:
     """The jaxpr and outputs at full precision, whatever the caller's default is."""
     with jax.default_matmul_precision(PRECISION):
         return trace(fn, *args, return_shape=True)
 
 
-def reads(fn: Callable[..., Any]) -> tuple[Hashable, ...]:
+def reads(fn: ApplyFn) -> tuple[Hashable, ...]:
     """The values that `fn` closes over, found without calling it: cells, defaults, globals, attributes
     of `self`.
 
@@ -128,7 +130,7 @@ def reads(fn: Callable[..., Any]) -> tuple[Hashable, ...]:
     return tuple(_reads(fn, DEPTH, set()))
 
 
-def _reads(value: Any, depth: int, seen: set[int]) -> Iterable[Hashable]:
+def _reads(value: object, depth: int, seen: set[int]) -> Iterable[Hashable]:
     if isinstance(value, PLAIN):
         yield (type(value).__name__, value)
     elif isinstance(value, jax.Array | np.ndarray | np.generic):
@@ -139,7 +141,7 @@ def _reads(value: Any, depth: int, seen: set[int]) -> Iterable[Hashable]:
             yield from _reads(part, depth - 1, seen)
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[object]:
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple):
@@ -153,17 +155,17 @@ def _inside(value: Any) -> Iterable[Any]:
     return list(getattr(value, "__dict__", {}).values())
 
 
-def _of_jax(value: Any) -> bool:
+def _of_jax(value: FunctionType) -> bool:
     return (value.__module__ or "").split(".")[0] in ("jax", "jaxlib", "numpy")
 
 
-def _of_function(fn: FunctionType) -> list[Any]:
+def _of_function(fn: FunctionType) -> list[object]:
     cells = [cell.cell_contents for cell in fn.__closure__ or () if _is_filled(cell)]
     named = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
     return [*cells, *named, *(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
     except ValueError:
@@ -178,10 +180,10 @@ class Widened:
     - `dtypes`: of the leaves of the given parameters, `None` for leaves that are not arrays.
     """
 
-    fn: Callable[..., Any]
+    fn: ApplyFn
     dtypes: tuple[str | None, ...]
 
-    def __call__(self, params: Any, x: Any) -> Any:
+    def __call__(self, params: PyTree, x: Inputs) -> PyTree:
         # A number of float32 that the function closes over meets float64 here, also under strict promotion.
         with jax.numpy_dtype_promotion("standard"):
             return self.fn(params, widened(x))
@@ -198,7 +200,7 @@ class Widened:
         )
 
 
-def widened_fn(fn: Any, dtypes: tuple[str | None, ...]) -> Any:
+def widened_fn(fn: ApplyFn, dtypes: tuple[str | None, ...]) -> ApplyFn:
     """`fn` with a `Widened` directly around the user's function, inside all other wrappers of the
     library."""
     if isinstance(fn, Snapshot):
@@ -211,7 +213,7 @@ def widened_fn(fn: Any, dtypes: tuple[str | None, ...]) -> Any:
     return Widened(fn, dtypes)
 
 
-def widening_of(fn: Any) -> Widened | None:
+def widening_of(fn: ApplyFn) -> Widened | None:
     """The `Widened` inside of `fn`, if there is one."""
     while isinstance(fn, Snapshot | InScale | Reading):
         fn = fn.fn

@@ -5,11 +5,12 @@ soon as an eigenvalue has converged, and then finds copies of it.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.compile import PRECISION
@@ -39,7 +40,7 @@ class Krylov(NamedTuple):
 def lanczos(
     mv: Callable[[Float[Array, " p"]], Float[Array, " p"]],
     p: int,
-    dtype: Any,
+    dtype: DTypeLike,
     steps: int,
     seed: int,
 ) -> Krylov:
@@ -49,7 +50,7 @@ def lanczos(
     basis = jnp.zeros((steps, p), dtype).at[0].set(start / jnp.linalg.norm(start))
     zeros = jnp.zeros(steps, dtype)
 
-    def advance(k: Any, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+    def advance(k: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         basis, diagonal, beside = carry
         w = mv(basis[k])
         diagonal = diagonal.at[k].set(jnp.vdot(basis[k], w))

@@ -10,12 +10,12 @@ of size `m²` ever moves.
 
 from functools import partial
 from math import ceil
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.scipy.linalg import solve_triangular
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST, jit
@@ -36,7 +36,7 @@ class SpreadCholesky(eqx.Module):
     factor: Float[Array, "m s"]
     rows: int = eqx.field(static=True)
     block: int = eqx.field(static=True)
-    mesh: Any = eqx.field(static=True)
+    mesh: Mesh = eqx.field(static=True)
 
     def half(self, v: Float[Array, "m q"]) -> Float[Array, "s q"]:
         """`L⁻¹ v`, in rows of its own on each device."""
@@ -53,7 +53,7 @@ class SpreadCholesky(eqx.Module):
         return self.back(self.half(v))
 
 
-def spread_cholesky(A: Float[Array, "m m"], ridge: Float[Array, ""], mesh: Any) -> SpreadCholesky:
+def spread_cholesky(A: Float[Array, "m m"], ridge: Float[Array, ""], mesh: Mesh) -> SpreadCholesky:
     """The factor of `A + λI`, where the rows of `A` are on `mesh` in equal parts.
 
     While it is made, a device holds up to four times its share of `A`.
@@ -64,7 +64,7 @@ def spread_cholesky(A: Float[Array, "m m"], ridge: Float[Array, ""], mesh: Any) 
 
 
 @partial(jit, static_argnums=(2, 3))
-def _factor(A: Array, ridge: Array, mesh: Any, block: int) -> Array:
+def _factor(A: Array, ridge: Array, mesh: Mesh, block: int) -> Array:
     local = partial(_eliminate, devices=mesh.size, block=block)
     return on_shards(local, mesh, (ROWS, EVERY), ROWS)(A, ridge)
 

@@ -1,15 +1,16 @@
 """Any convex per-point loss through automatic differentiation."""
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.checks import as_dtype, as_jax, check_finite
 from .._support.options import check_function
+from .._support.types import Numbers
 from ._losses import AbstractLoss, BlockFactor
 
 FUNCTION_UNITS = 16.0
@@ -36,7 +37,7 @@ class Convex(AbstractLoss):
     def __check_init__(self) -> None:
         check_function("Convex: fn", self.fn, "of one point's outputs and target")
 
-    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         array = as_jax("Convex targets", targets)
         if array.ndim == 0:
             raise ValueError("Convex: targets need one row per point, got a scalar.")

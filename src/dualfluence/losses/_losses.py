@@ -6,16 +6,17 @@ arrays of shape `(n, c, ...)`. Its class tells solvers its structure.
 """
 
 import abc
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from .._support.checks import as_array, as_dtype, check_finite
 from .._support.memory import total_memory
+from .._support.types import Numbers
 
 CURVATURE_SLACK = 1e3
 """A Hessian eigenvalue below `-CURVATURE_SLACK·eps` of the largest is not rounding."""
@@ -129,7 +130,7 @@ class BlockFactor(AbstractFactor):
         return self.curvature
 
 
-def check_convex(what: str, lowest: float, dtype: Any) -> None:
+def check_convex(what: str, lowest: float, dtype: DTypeLike) -> None:
     """Raise where the smallest eigenvalue of the loss's Hessian, over the largest, is no rounding."""
     if lowest < -CURVATURE_SLACK * float(jnp.finfo(dtype).eps):
         raise ValueError(
@@ -145,7 +146,7 @@ class AbstractLoss(eqx.Module):
     """
 
     @abc.abstractmethod
-    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         """Check targets and bring them to the shape and dtype that the other methods expect."""
 
     @abc.abstractmethod
@@ -180,7 +181,9 @@ class AbstractLoss(eqx.Module):
         return self.hess_factor(outputs, targets, ones).hess_mv(v)
 
 
-def numeric_targets(name: str, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+def numeric_targets(
+    name: str, targets: Numbers, num_outputs: int | None, dtype: DTypeLike
+) -> Array:
     """Real targets as `(n, c)`; a vector of `n` numbers is taken as one output."""
     array = as_array(f"{name} targets", targets)
     if array.ndim == 1 and num_outputs in (None, 1):
@@ -201,7 +204,7 @@ PROBABILITY_SLACK = 1e-3
 class SquaredError(AbstractLoss):
     """`½‖f − y‖²`. One dual step is exact retraining."""
 
-    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         return numeric_targets("SquaredError", targets, num_outputs, dtype)
 
     def value(self, outputs: Float[Array, "n c"], targets: Array) -> Float[Array, " n"]:
@@ -224,7 +227,7 @@ class SquaredError(AbstractLoss):
 class SoftmaxCrossEntropy(AbstractLoss):
     """`logsumexp(f) − y·f`, targets as class indices `(n,)` or probabilities `(n, c)`."""
 
-    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         array = as_array("SoftmaxCrossEntropy targets", targets)
         if array.ndim == 1:
             # On the host and as wide as they came: 32-bit JAX would wrap 2**32 to class 0.
@@ -274,7 +277,7 @@ class SoftmaxCrossEntropy(AbstractLoss):
 class Logistic(AbstractLoss):
     """`log(1 + eᶠ) − y f`, summed over outputs; targets in [0, 1], one per output."""
 
-    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         array = numeric_targets("Logistic", targets, num_outputs, dtype)
         if bool(((array < 0) | (array > 1)).any()):
             raise ValueError(
@@ -305,7 +308,7 @@ class Logistic(AbstractLoss):
         return DiagonalFactor(jnp.sqrt(weights).reshape(-1, 1) * jnp.exp(0.5 * log_curvature))
 
 
-def _one_hot(labels: np.ndarray, num_outputs: int | None, dtype: Any) -> Array:
+def _one_hot(labels: np.ndarray, num_outputs: int | None, dtype: DTypeLike) -> Array:
     check_finite("SoftmaxCrossEntropy targets", labels)
     if not jnp.issubdtype(labels.dtype, jnp.integer):
         raise TypeError(

@@ -1,14 +1,14 @@
 r"""Cross-entropy of sequences: a mean over tokens, each a softmax over the vocabulary."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from .._support.checks import as_array, check_finite
+from .._support.types import Numbers
 from ._losses import AbstractFactor, AbstractLoss, SoftmaxCrossEntropy
 
 IGNORED = -100
@@ -29,7 +29,7 @@ class TokenCrossEntropy(AbstractLoss):
     next token, so its targets are its inputs shifted by one: `tokens[:, 1:]` for inputs `tokens[:, :-1]`.
     """
 
-    def prepare_targets(self, targets: Any, num_outputs: int | None, dtype: Any) -> Array:
+    def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         array = np.asarray(as_array("TokenCrossEntropy targets", targets))
         check_finite("TokenCrossEntropy targets", array)
         if not np.issubdtype(array.dtype, np.integer):

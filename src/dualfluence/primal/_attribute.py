@@ -21,6 +21,7 @@ from .._support.options import (
     check_on_failure,
 )
 from .._support.points import shown
+from .._support.types import Inputs, Json, Numbers
 from ..attribution._attribution import Attribution
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
@@ -40,18 +41,18 @@ from ._start import curvature_at, entered_network, training_start
 
 
 def attribute(
-    model: Any,
+    model: object,
     params: PyTree,
-    x: Any,
-    y: Any,
-    xq: Any,
-    yq: Any = None,
+    x: Inputs,
+    y: Numbers,
+    xq: Inputs,
+    yq: Numbers | None = None,
     *,
     loss: AbstractLoss,
     ridge: float,
     solver: Any = None,
     of: str | Callable[[Array, Array], Array] = "loss",
-    weights: Any = None,
+    weights: Numbers | None = None,
     linearised: bool = True,
     batch_size: int | None = None,
     self_influence: bool = False,
@@ -127,7 +128,7 @@ class _Scorer:
         self.curvature, self.inverse, self.x, self.g = curvature, inverse, x, g
         self.points = points
         self.on_failure: OnFailure = on_failure
-        self.stats: dict[str, Any] = {"iterations": 0, "residual": 0.0, "converged": True}
+        self.stats: Json = {"iterations": 0, "residual": 0.0, "converged": True}
         self.notes: tuple[str, ...] = ()
 
     def scores(self, xq: Array, v: Float[Array, "q c"]) -> np.ndarray:

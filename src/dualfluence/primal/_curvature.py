@@ -6,7 +6,7 @@ the bracket for the exact Hessian of a network. `C` without it is the Gauss-Newt
 positive semidefinite for a convex loss.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import equinox as eqx
 import jax
@@ -51,7 +51,7 @@ class Curvature(eqx.Module):
         return self.model.num_params
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return self.rows.outputs.dtype
 
     def product(self, v: Float[Array, " p"], hessian: Hessian) -> Float[Array, " p"]:

@@ -7,7 +7,6 @@ the bracket only where the model is not linear in its parameters.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -75,7 +74,7 @@ def _sumcut(fn: Callable[[Rows], PyTree], rows: Rows) -> PyTree:
         return fn(first)
     start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(fn, first))
 
-    def add(total: PyTree, row: Any) -> tuple[PyTree, None]:
+    def add(total: PyTree, row: Rows) -> tuple[PyTree, None]:
         return jax.tree.map(jnp.add, total, fn(row)), None
 
     return jax.lax.scan(add, start, rows)[0]

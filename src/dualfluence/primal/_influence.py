@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, PyTree
 from .._support.checks import check_fraction, check_ridge
 from .._support.compile import PRECISION, double, filter_jit
 from .._support.options import Clock, check_count, check_flag, check_on_failure
+from .._support.types import Inputs, Numbers
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._losses import check_convex
@@ -32,15 +33,15 @@ from ._update import PrimalUpdate, displacement
 
 
 def influence(
-    model: Any,
+    model: object,
     params: PyTree,
-    x: Any,
-    y: Any,
+    x: Inputs,
+    y: Numbers,
     edit: AbstractEdit | Sequence[AbstractEdit],
     *,
     loss: AbstractLoss,
     ridge: float,
-    weights: Any = None,
+    weights: Numbers | None = None,
     linearised: bool = True,
     rtol: float = 1e-8,
     max_steps: int = 500,

@@ -18,10 +18,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import PRECISION, filter_jit
 from .._support.memory import GRADIENT_BYTES
+from .._support.types import Json
 from ..kernels._params import split_params
 from ..kernels._products import cut
 from ._curvature import Curvature, curvature_roots, flat_rows, relative_residuals
@@ -73,13 +74,13 @@ class Block(eqx.Module):
     right: Float[Array, "b n n"] | None
     values: Float[Array, "b m n"]
 
-    def turn(self, v: Any) -> Any:
+    def turn(self, v: Array) -> Array:
         """Coordinates in the basis."""
         if self.left is not None:
             v = jnp.einsum("bmk,bmn->bkn", self.left, v)
         return v if self.right is None else jnp.einsum("bnk,bmn->bmk", self.right, v)
 
-    def turn_back(self, v: Any) -> Any:
+    def turn_back(self, v: Array) -> Array:
         if self.left is not None:
             v = jnp.einsum("bmk,bkn->bmn", self.left, v)
         return v if self.right is None else jnp.einsum("bnk,bmk->bmn", self.right, v)
@@ -97,7 +98,7 @@ class _BlockInverse(AbstractPrimalInverse):
         residuals = relative_residuals(self.curvature, shift, value[:1], b[:1], "gauss-newton")
         kinds = block_kinds(self.places, self.solver.exact_limit)
         largest = max(float(block.values.max()) for block in self.blocks)
-        facts: dict[str, Any] = {"blocks": kinds, "largest_eigenvalue": largest}
+        facts: Json = {"blocks": kinds, "largest_eigenvalue": largest}
         loose = [path for path, kind in kinds.items() if kind in ("exact", "diagonal")]
         notes = ("blocks of different places are taken as independent",)
         if loose:
@@ -186,6 +187,10 @@ def _whole_block(moment: Array) -> Block:
     return Block(None, vectors[None], jnp.maximum(values, 0)[None, None])
 
 
+Moments = PyTree
+"""Sums of products over points: arrays by place and by leaf."""
+
+
 class _Batches:
     """The training points in batches that fit, each with the columns of its curvature's root."""
 
@@ -202,10 +207,10 @@ class _Batches:
         size = min(_batch_size(places), x.shape[0])
         self.parts = (cut(x, size), cut(roots, size, zeros=True), cut(shares, size, zeros=True))
 
-    def total(self, moment: Callable[..., Any]) -> Any:
+    def total(self, moment: Callable[..., Moments]) -> Moments:
         """The sum of `moment(places, A, G, whole, share)` over batches."""
 
-        def batch(part: tuple[Array, Array, Array]) -> Any:
+        def batch(part: tuple[Array, Array, Array]) -> Moments:
             x, roots, shares = part
             factors = jax.vmap(
                 lambda xi, root: self.places.point([*self.inputs, xi], root.T, self.dtype)
@@ -218,7 +223,7 @@ class _Batches:
         shapes = jax.eval_shape(batch, first)
         start = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
-        def add(total: Any, part: Any) -> tuple[Any, None]:
+        def add(total: Moments, part: tuple[Array, Array, Array]) -> tuple[Moments, None]:
             return jax.tree.map(jnp.add, total, batch(part)), None
 
         return jax.lax.scan(add, start, self.parts)[0]
@@ -234,7 +239,12 @@ def _batch_size(places: Places) -> int:
 
 
 def _moments(
-    places: Places, exact_limit: int, lefts: Any, rights: Any, whole: Any, shares: Array
+    places: Places,
+    exact_limit: int,
+    lefts: list[Array],
+    rights: list[Array],
+    whole: list[Array],
+    shares: Array,
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """`A`, `S` and the blocks of leaves without factors, for a batch of points."""
     found_a = []
@@ -267,7 +277,12 @@ def _counts(idx: Array, weight: Array, m: int) -> Array:
 
 
 def _second_moments(
-    places: Places, bases: Any, lefts: Any, rights: Any, whole: Any, shares: Any
+    places: Places,
+    bases: list[tuple[Array | None, Array | None]],
+    lefts: list[Array],
+    rights: list[Array],
+    whole: list[Array],
+    shares: Array,
 ) -> list[Array]:
     """`Σ (Q_Aᵀ ∂ Q_S)²` for a batch of points."""
     values = []

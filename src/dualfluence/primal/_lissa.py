@@ -1,7 +1,5 @@
 """LiSSA: the Neumann series of the inverse, by Agarwal et al. and Koh and Liang."""
 
-from typing import Any
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ from jaxtyping import Array, Float
 
 from .._support.compile import PRECISION, filter_jit
 from .._support.options import check_positive, maybe
+from .._support.types import Json
 from ..problem._certificate import NotConverged
 from ._curvature import Curvature, Hessian, extreme_eigenvalues, relative_residuals
 from ._hessian import Rows
@@ -77,7 +76,7 @@ class _LiSSAInverse(AbstractPrimalInverse):
         size = jnp.linalg.norm(value, axis=1)
         tiny = jnp.finfo(b.dtype).tiny
         error = residuals * jnp.linalg.norm(b, axis=1) / jnp.maximum(shift * size, tiny)
-        facts: dict[str, Any] = {
+        facts: Json = {
             "largest_eigenvalue": self.high,
             "smallest_eigenvalue": self.low,
             "scale": self.scale,
@@ -111,7 +110,7 @@ def _series(
     keys = jax.random.split(jax.random.key(solver.seed), solver.repeats)
 
     def run(key: Array, row: Array) -> Array:
-        def advance(t: Any, x: Array) -> Array:
+        def advance(t: Array, x: Array) -> Array:
             seen = _sampled(curvature, solver.sample, jax.random.fold_in(key, t))
             return x + (row - seen.product(x, solver.hessian) - shift * x) / scale
 

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from .._support.compile import PRECISION, filter_jit, jit
 from .._support.options import check_flag
+from .._support.types import Json
 from ._curvature import (
     Curvature,
     Hessian,
@@ -63,7 +64,7 @@ class Arnoldi(AbstractPrimalSolver):
         values, vectors = krylov.ritz()
         kept = np.sort(np.argsort(-np.abs(values), kind="stable")[:rank])
         basis = _turned(krylov.basis, jnp.asarray(vectors[:, kept], curvature.dtype))
-        facts: dict[str, Any] = {"steps": steps, "products": steps + 1}
+        facts: Json = {"steps": steps, "products": steps + 1}
         inverse = _LowRank("Arnoldi", curvature, basis, values[kept], self, facts)
         return inverse.checked()
 
@@ -101,7 +102,7 @@ class Nystrom(AbstractPrimalSolver):
                 f"Nystrom: the Hessian is indefinite, eigenvalue {float(low):.3g} of at most "
                 f"{float(high):.3g} on the drawn directions. Use hessian='gauss-newton'."
             )
-        facts: dict[str, Any] = {"products": rank + 1}
+        facts: Json = {"products": rank + 1}
         return _LowRank("Nystrom", curvature, basis, np.asarray(values), self, facts).checked()
 
 
@@ -113,7 +114,7 @@ class _LowRank(AbstractPrimalInverse):
     basis: Float[Array, "r p"]
     values: np.ndarray
     solver: Any
-    facts: dict[str, Any]
+    facts: Json
 
     def checked(self) -> "_LowRank":
         """Itself, or an error where a damped eigenvalue is zero to rounding."""

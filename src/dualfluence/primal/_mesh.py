@@ -1,12 +1,12 @@
 """Curvature and gradients of points that are spread over a mesh."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import filter_jit
 from .._support.shards import AXIS, EVERY, ROWS
@@ -51,7 +51,7 @@ class SpreadPoints(NamedTuple):
 def _products(model: Linearized, layout: Layout, x: Array, g: Array, v: Array) -> Array:
     params, static = eqx.partition(model, eqx.is_array)
 
-    def local(params: Any, x: Array, g: Array, v: Array) -> Array:
+    def local(params: PyTree, x: Array, g: Array, v: Array) -> Array:
         own = gradient_products(eqx.combine(params, static), x, g, v)
         return jax.lax.all_gather(own, AXIS, axis=1, tiled=True)
 

@@ -6,7 +6,7 @@ of the curvature by Kronecker factors needs one thing more than a kernel does: w
 product belongs to which entry of the parameter. That is read off the same operations.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -14,12 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from .._support.compile import PRECISION
+from .._support.types import AnyLeaf, Leaves
 from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program
-from ..kernels._reader import FactorReader, GradientFactor, Scalars, scale_product
+from ..kernels._reader import Env, FactorReader, GradientFactor, Scalars, scale_product
 from ..kernels._snapshot import Kept
 
 FACTOR_LIMIT = 8192
@@ -58,7 +61,7 @@ class Place:
         """Whether `A` is one-hot rows, kept as integers."""
         return _lookup_part(self.factors[0]) and len(self.leaves) == 1
 
-    def pair(self, env: Any, dtype: Any) -> tuple[Any, Any]:
+    def pair(self, env: Env, dtype: DTypeLike) -> tuple[Array, Array]:
         """`A`, `(b, s, m)` or integers `(b, s)`, and `G`, `(b, s, n)`, for one cotangent."""
         pairs = [factor.pair(env) for factor in self.factors]
         if self.looks_up:
@@ -68,7 +71,7 @@ class Place:
             lefts.append(scale_product(env, scalars, sign, dtype).reshape(1, 1, 1))
         return jnp.concatenate(lefts, axis=-1), pairs[0][1].astype(dtype)
 
-    def gather(self, leaves: Sequence[Any]) -> Any:
+    def gather(self, leaves: Sequence[Array]) -> Array:
         """The leaves as `(b, m, n)`."""
         b, _, _, n = self.sizes
         parts = [
@@ -77,7 +80,7 @@ class Place:
         ]
         return jnp.concatenate(parts, axis=1)
 
-    def scatter(self, block: Any) -> list[tuple[int, Any]]:
+    def scatter(self, block: Array) -> list[tuple[int, Array]]:
         """The entries of `(b, m, n)` back in the order of the leaves, flat."""
         ends = np.cumsum(self.widths)[:-1]
         found = []
@@ -88,6 +91,10 @@ class Place:
         return found
 
 
+PointFactors = tuple[list[Array], list[Array], list[Array]]
+"""`A`s, `G`s, and whole gradients where there are no factors."""
+
+
 class Places:
     """The backward pass of one network at one shape of points, with its places.
 
@@ -96,16 +103,16 @@ class Places:
     - `paths`: names of the leaves.
     """
 
-    def __init__(self, model: Linearized, x: Any) -> None:
+    def __init__(self, model: Linearized, x: AnyLeaf) -> None:
         mask = jax.tree.unflatten(jax.tree.structure(model.params), model.trainable)
         split, leaves, rest = split_params(model.params, mask)
         shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (leaves, rest))
         point = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
 
-        def single(leaves: Any, rest: Any, x: Any) -> Any:
+        def single(leaves: Leaves, rest: Leaves, x: Array) -> Array:
             return model.apply_fn(split.merge(leaves, rest), x[None])[0]
 
-        def backward(leaves: Any, rest: Any, x: Any, cotangent: Any) -> Any:
+        def backward(leaves: Leaves, rest: Leaves, x: Array, cotangent: Array) -> Leaves:
             _, pull = jax.vjp(lambda free: single(free, rest, x), leaves)
             return pull(cotangent)[0]
 
@@ -127,10 +134,10 @@ class Places:
             wanted = wanted.union(*(factor.slots for factor in place.factors))
         return wanted
 
-    def point(self, inputs: Sequence[Any], cotangents: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    def point(self, inputs: Leaves, cotangents: Array, dtype: DTypeLike) -> PointFactors:
         """`A`s, `G`s and whole gradients of one point; the last two have an axis of cotangents."""
 
-        def one(cotangent: Any) -> tuple[Any, Any, Any]:
+        def one(cotangent: Array) -> PointFactors:
             env = self.program.evaluate(self.ops, [*inputs, cotangent])
             pairs = [place.pair(env, dtype) for place in self.places]
             whole = [jnp.reshape(env[slot], (-1,)).astype(dtype) for _, slot, _ in self.whole]
@@ -144,7 +151,7 @@ _KEPT = Kept[Places](16)
 """Places of functions, so that repeated requests compile nothing."""
 
 
-def find_places(model: Linearized, x: Any) -> Places:
+def find_places(model: Linearized, x: AnyLeaf) -> Places:
     """The places of a bound model for points like those of `x`."""
     shapes = tuple((a.shape, str(a.dtype)) for a in jax.tree.leaves(model.split(model.params)[0]))
     key = (model.apply_fn, model.trainable, shapes, x.shape[1:], str(x.dtype))
@@ -159,7 +166,7 @@ def _find(
     reader: FactorReader, slots: Sequence[int], reached: set[int]
 ) -> tuple[list[Place], list[tuple[int, int, int]]]:
     """Leaves by their `G`; a leaf without factors joins the place whose `G` it is a multiple of."""
-    found: dict[Any, Place] = {}
+    found: dict[Hashable, Place] = {}
     left: list[int] = []
     for k, slot in enumerate(slots):
         size = reader.program.size(slot)

@@ -1,7 +1,7 @@
 """The interface of solvers in parameter space, and conjugate gradients."""
 
 import abc
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from .._support.checks import check_fraction, check_number
 from .._support.compile import PRECISION, NotFinite, filter_jit
 from .._support.options import check_choice, check_count, maybe
+from .._support.types import Json
 from ..problem._certificate import NotConverged, OnFailure
 from ..solvers._cg import CGResult, conjugate_gradients
 from ._curvature import HESSIANS, Curvature, Hessian, extreme_eigenvalues, relative_residuals
@@ -43,7 +44,7 @@ class Solved(NamedTuple):
     converged: bool
     iterations: int
     products: int
-    facts: dict[str, Any]
+    facts: Json
     notes: tuple[str, ...] = ()
 
 
@@ -99,7 +100,7 @@ class _CGInverse(AbstractPrimalInverse):
         )
         residual, steps = float(residuals.max()), int(result.iterations.max())
         notes: tuple[str, ...] = ()
-        facts: dict[str, Any] = {}
+        facts: Json = {}
         if bool(result.indefinite.any()):
             low, high = extreme_eigenvalues(self.curvature, solver.hessian)
             facts = {"smallest_eigenvalue": low, "largest_eigenvalue": high}
@@ -152,7 +153,7 @@ def check_options(
         maybe(check_count, f"{name}: {what}", value)
 
 
-def check_primal_solver(what: str, solver: Any) -> AbstractPrimalSolver:
+def check_primal_solver(what: str, solver: object) -> AbstractPrimalSolver:
     """The solver, or an error that lists what there is."""
     if not isinstance(solver, AbstractPrimalSolver):
         raise TypeError(

@@ -11,6 +11,7 @@ from .._support.checks import as_array, check_rows, training_weights
 from .._support.compile import double
 from .._support.options import check_count, check_instance, check_loss, maybe
 from .._support.points import enter_points
+from .._support.types import Inputs, Numbers
 from ..kernels._linearized import Linearized, as_network
 from ..losses import AbstractLoss
 from ..models._passes import check_network, check_params
@@ -43,7 +44,13 @@ class Start(NamedTuple):
 
 
 def training_start(
-    what: str, model: Linearized, params: PyTree, x: Any, y: Any, weights: Any, loss: AbstractLoss
+    what: str,
+    model: Linearized,
+    params: PyTree,
+    x: Inputs,
+    y: Numbers,
+    weights: Numbers | None,
+    loss: AbstractLoss,
 ) -> Start:
     """What a user hands in, checked; in the precision of the model."""
     theta = check_params(f"{what}: params", model, params)

@@ -1,7 +1,6 @@
 """The result of an influence step in parameter space."""
 
 from dataclasses import replace
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -13,6 +12,7 @@ from .._support.compile import PRECISION, filter_jit, in_own_precision
 from .._support.options import check_flag
 from .._support.points import tree_norm
 from .._support.show import Shown, Table
+from .._support.types import Inputs, Numbers
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..models._passes import outputs_at
@@ -74,7 +74,7 @@ class PrimalUpdate(Shown, eqx.Module):
         return eqx.combine(jax.tree.map(jnp.add, theta, self.step), frozen)
 
     @in_own_precision
-    def predict(self, xq: Any) -> Float[Array, "q c"]:
+    def predict(self, xq: Inputs) -> Float[Array, "q c"]:
         """Outputs at queries with the new parameters: those of the linearised model if the update is
         linearised, else those of the network."""
         outputs = outputs_at(
@@ -87,7 +87,7 @@ class PrimalUpdate(Shown, eqx.Module):
         return outputs
 
     @in_own_precision
-    def delta_outputs(self, xq: Any) -> Float[Array, "q c"]:
+    def delta_outputs(self, xq: Inputs) -> Float[Array, "q c"]:
         """`J(x_q) Δθ` (paper, eq. 2), `J` at `θ₀` for a linearised model and at `θ*` otherwise."""
         xq = self.data.queries(xq)
         change = _push(tangent_model(self.model, self.before, self.linearised), xq, self.step)
@@ -96,7 +96,12 @@ class PrimalUpdate(Shown, eqx.Module):
 
     @in_own_precision
     def delta_loss(
-        self, xq: Any, targets: Any, *, first_order: bool = False, include_ridge: bool = False
+        self,
+        xq: Inputs,
+        targets: Numbers,
+        *,
+        first_order: bool = False,
+        include_ridge: bool = False,
     ) -> Float[Array, " q"]:
         r"""Change of the loss at queries, positive if the edit makes it worse:
 

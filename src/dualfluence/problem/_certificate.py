@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from .._support.checks import check_concrete
 from .._support.show import Shown, Table, count
-from ._objective import AnyArray, Problem, State
+from ._objective import HostArray, Problem, State
 
 OnFailure = Literal["raise", "report"]
 
@@ -241,7 +241,7 @@ def _norm(terms: Float[Array, "n c"], total: Float[Array, ""]) -> Float[Array, "
 
 
 def _carried(
-    ridge: Float[AnyArray, ""],
+    ridge: Float[HostArray, ""],
     root: Float[Array, "n c"],
     output_noise: Float[Array, "n c"],
     moved: Float[Array, "n c"],

@@ -24,9 +24,9 @@ from ..operators._base import Layout
 
 # Weights and ridge come from the host, and compiled functions take them as they are.
 if TYPE_CHECKING:
-    AnyArray = Array
+    HostArray = Array
 else:
-    AnyArray = Array | np.ndarray
+    HostArray = Array | np.ndarray
 
 
 FLOAT = np.finfo(np.float64)
@@ -99,7 +99,7 @@ class State(eqx.Module):
 
     alpha: Float[Array, "n c"]
     k_alpha: Float[Array, "n c"]
-    drift: Float[AnyArray, ""]
+    drift: Float[HostArray, ""]
 
     def __init__(self, alpha: Array, k_alpha: Array, drift: Any = None) -> None:
         self.alpha, self.k_alpha = alpha, k_alpha
@@ -126,8 +126,8 @@ class Problem(eqx.Module):
 
     loss: AbstractLoss
     targets: Array
-    weights: Float[AnyArray, " n"]
-    ridge: Float[AnyArray, ""]
+    weights: Float[HostArray, " n"]
+    ridge: Float[HostArray, ""]
     offset: Float[Array, "n c"]
     epsilon: float | None = eqx.field(static=True, default=None)
 

@@ -42,7 +42,7 @@ class Quantity(eqx.Module):
 def as_quantity(
     of: str | Callable[[Array, Array], Array],
     loss: AbstractLoss,
-    targets: Numbers,
+    targets: Numbers | None,
     num_queries: int,
     num_outputs: int,
     dtype: DTypeLike,

@@ -55,6 +55,7 @@ def conjugate_gradients(
     """
     tiny = jnp.finfo(b.dtype).tiny
     if measure is None:
+        # A right-hand side of zero has the residual 0/tiny = 0, and not a step is taken.
         scale = jnp.maximum(jnp.linalg.norm(b), tiny)
         measure = lambda r: jnp.linalg.norm(r) / scale  # noqa: E731
     _, side = jax.eval_shape(mv, b)
@@ -72,6 +73,7 @@ def conjugate_gradients(
 
     def unfinished(carry: tuple[Any, ...]) -> Array:
         *_, step, residual, indefinite = carry
+        # A residual of NaN ends the loop too, and `converged` is false then.
         return (residual > rtol) & (step < max_steps) & ~indefinite
 
     def advance(carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -80,10 +82,12 @@ def conjugate_gradients(
         curvature = jnp.sum(p * Ap)
         # Either of them can only fail by rounding or where K is not a kernel: stop where we are.
         bad = ~((curvature > 0) & (rz > 0))
+        # A step of zero keeps the last good answer. The inner `where` divides by one, so that no NaN arises.
         a = jnp.where(bad, 0, rz / jnp.where(bad, 1, curvature))
         r = r - a * Ap
         z = precondition(r)
         rz_new = jnp.sum(r * z)
+        # `rz` is positive unless `bad`, where the direction is not used any more: `tiny` only avoids 0/0.
         p_new = z + (rz_new / jnp.maximum(rz, tiny)) * p
         return x + a * p, extra + a * side_p, r, p_new, rz_new, step + 1, measure(r), bad
 

@@ -140,9 +140,12 @@ def spectral_preconditioner(
         return product + jnp.finfo(dtype).eps * jnp.where(size > 0, size, 1) * columns
 
     Q = orthonormal(Q)
+    # An orthonormal basis between two products: powers of `K` alone would all turn to its largest direction.
     for _ in range(power_steps):
         Q = orthonormal(times_shifted(Q))
     KQ = times_shifted(Q)
+    # Rounding leaves `QᵀKQ` slightly asymmetric, and Cholesky's method reads one half of it: the mean of
+    # both is nearer to `K`.
     gram = jnp.dot(Q.T, KQ, precision="highest")
     L = jnp.dot(KQ, _inverse_root(0.5 * (gram + gram.T)).T, precision="highest")
     return SpectralPreconditioner(L.reshape(n, c, rank))
@@ -159,6 +162,7 @@ def orthonormal(columns: Float[Array, "m r"]) -> Float[Array, "m r"]:
     eps = jnp.finfo(columns.dtype).eps
     for _ in range(ORTHONORMAL_PASSES):
         gram = jnp.dot(columns.T, columns, precision="highest")
+        # A shift of rounding size keeps the factor real. Where `K` is zero, its columns have no size.
         size = jnp.trace(gram)
         shift = eps * jnp.where(size > 0, size, 1) * jnp.eye(gram.shape[0], dtype=gram.dtype)
         columns = jnp.dot(columns, _inverse_root(gram + shift).T, precision="highest")
@@ -173,8 +177,10 @@ def _inverse_root(matrix: Float[Array, "r r"]) -> Float[Array, "r r"]:
     """
     eye = jnp.eye(matrix.shape[0], dtype=matrix.dtype)
     shift = SAFE_SHIFT * jnp.finfo(matrix.dtype).eps * jnp.maximum(jnp.trace(matrix), 0)
+    # A matrix of zeros has no trace to measure by; any shift makes it definite.
     shift = jnp.where(shift > 0, shift, 1)
     chol = jnp.linalg.cholesky(matrix)
+    # JAX returns NaN at a pivot that is not positive. The second factor is computed only then.
     failed = jnp.isnan(chol).any()
     chol = jax.lax.cond(
         any_column(failed),

@@ -50,13 +50,17 @@ class Refined(AbstractDualSolver):
         op, b, rtol = system.op, system.b, system.rtol
         low_op = op.narrow
         narrow = low_op.dtype
+        # A right-hand side or a defect of zero is divided by `tiny`, which gives zero instead of NaN.
         tiny = jnp.finfo(b.dtype).tiny
         size = jnp.maximum(jnp.linalg.norm(b), tiny)
         low_factor = _cast(system.factor, narrow)
         low_ridge = jnp.asarray(system.ridge, narrow)
+        # No inner solve is tighter than the tolerance that was asked for.
         loose = jnp.maximum(rtol, INNER_RTOL).astype(narrow)
 
         def unfinished(at: _Round) -> Array:
+            # A round that does not halve the defect has met a system that float32 cannot hold: more rounds
+            # would cost products and change nothing.
             helping = (at.relative < 0.5 * at.before) | (at.rounds == 0)
             return (at.relative > rtol) & helping & (at.rounds < self.max_rounds)
 
@@ -81,6 +85,7 @@ class Refined(AbstractDualSolver):
                 at.relative,
                 at.rounds + 1,
                 at.iterations + step.iterations,
+                # Beside the solve's own products: one for its right-hand side, one for the defect.
                 at.products + step.products + 2,
                 jnp.maximum(at.jitter, step.jitter.astype(b.dtype)),
             )

@@ -33,6 +33,7 @@ from .._support.options import (
 )
 from .._support.points import form_of
 from .._support.rows import DiskRows, Rows, as_rows, blocks
+from .._support.types import AnyPath, Inputs
 from ..models._sources import AbstractSource, as_source
 from ._format import (
     HEADER,
@@ -53,9 +54,9 @@ IN_FLIGHT = 2
 
 
 def build(
-    model: Any,
-    x: Any,
-    path: Any,
+    model: object,
+    x: Inputs,
+    path: AnyPath,
     *,
     num_outputs: int | None = None,
     tile: int | None = None,

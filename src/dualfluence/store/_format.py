@@ -22,6 +22,7 @@ import numpy as np
 
 from .._support.archive import Damaged, digest, from_plain, peek, seal, unseal
 from .._support.files import FileError, write_whole
+from .._support.types import Json
 
 FORMAT, VERSION = "dualfluence-kernel-store", 2
 STORAGE = ("float16", "bfloat16", "float32", "float64")
@@ -143,7 +144,7 @@ def read_record(file: Path, header: Header, tile: tuple[int, int]) -> Record:
     return record
 
 
-def write_sealed(path: Path, content: dict[str, Any]) -> None:
+def write_sealed(path: Path, content: Json) -> None:
     """JSON with its checksum, atomically: readers see all of it or none."""
     write_whole(path, seal(content))
 

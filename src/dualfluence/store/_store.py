@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from .._support.archive import Damaged, digest
 from .._support.options import check_path
+from .._support.types import AnyPath, Numbers
 from ..operators import AbstractKernelOperator
 from ._format import (
     Header,
@@ -188,7 +189,7 @@ class StoredOperator(AbstractKernelOperator):
         return False
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         return jnp.dtype(self.store.header.dtype)
 
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
@@ -214,7 +215,7 @@ class StoredOperator(AbstractKernelOperator):
         eye = jnp.eye(size, dtype=self.dtype).reshape(self.num_points, self.num_outputs, size)
         return self.mm(eye).reshape(size, size)
 
-    def _product(self, v: Any) -> np.ndarray:
+    def _product(self, v: Numbers) -> np.ndarray:
         header = self.store.header
         v = np.asarray(v)
         flat = v.reshape(header.side, -1)
@@ -244,7 +245,7 @@ class StoredOperator(AbstractKernelOperator):
             yield tile, self.store.receive(tile, futures.pop(tile))
 
 
-def open_store(path: Any) -> Store:
+def open_store(path: AnyPath) -> Store:
     """A store that `build` made, complete or not; tiles are verified as they are read."""
     path = check_path("open_store", path)
     return Store(path, read_header(path))

@@ -61,6 +61,7 @@ class Majorant(eqx.Module):
         """An upper bound on `vᵀKv`."""
         if self.features is None:
             return jnp.sum(v * op.mv(v))
+        # A vector of zeros is not scaled: its bound is zero, and there is nothing to divide by.
         norm = jnp.linalg.norm(v)
         # Scaled first: squares of a small residual would leave the range of float32.
         unit = (v / jnp.where(norm > 0, norm, 1)).astype(self.features.dtype).reshape(-1)
@@ -99,6 +100,7 @@ def can_anchor(fitted: Fitted) -> bool:
     if not op.has_entries or (ref is not None and ref.certified and not ref.proven):
         return False  # a network that was only found linear is looked at after every edit
     size = op.num_points * op.num_outputs
+    # Beyond that a removal goes through a fit's solver, which needs less memory and more time.
     return MATRICES * size**2 * jnp.dtype(op.dtype).itemsize <= memory_budget()
 
 
@@ -124,6 +126,7 @@ def make_majorant(op: AbstractKernelOperator) -> Majorant:
     """A sketch of a dense `K` and the norm of the remainder; a Kronecker `K` needs no sketch, because
     its products are fast."""
     size = op.num_points * op.num_outputs
+    # A sketch of a quarter of the unknowns or more would be hardly cheaper to multiply with than `K`.
     if op.is_kronecker or size <= 4 * BOUND_RANK:
         return _itself(op)
     sketch = spectral_preconditioner(op, BOUND_RANK, jax.random.key(0), 2)
@@ -153,6 +156,7 @@ def _invert(
     K, size = op.dense(), n * c
     RK = factor.rmv(K.reshape(n, c, size)).reshape(size, size)
     B = factor.rmv(RK.T.reshape(n, c, size)).reshape(size, size)
+    # Rounding leaves `RᵀKR` asymmetric by about an `eps` of it; the ridge keeps it definite.
     L = jnp.linalg.cholesky(0.5 * (B + B.T) + ridge * jnp.eye(size, dtype=K.dtype))
     T = jax.scipy.linalg.solve_triangular(L, RK, lower=True)
     N = (K - jnp.dot(T.T, T, precision=HIGHEST)) / ridge
@@ -179,6 +183,7 @@ def _measure_error(
     Nz = jnp.dot(N, z.reshape(n * c, PROBES), precision=HIGHEST).reshape(z.shape)
     step = (z - jnp.einsum("nab,nbk->nak", hess, Nz, precision=HIGHEST)) / ridge
     rows = jnp.sqrt(jnp.mean((op.mm(step) - Nz) ** 2, axis=2))
+    # A diagonal below zero is rounding of zero, and a point with `K_ii = 0` has a row of zeros: no error.
     root = jnp.sqrt(jnp.maximum(kernel_diagonal, 0))
     share = jnp.where(root > 0, rows / jnp.where(root > 0, root, 1), 0)
     return PROBE_SAFETY * jnp.max(share) / float(jnp.finfo(op.dtype).eps)

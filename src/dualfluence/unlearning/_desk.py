@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.options import check_flag, check_path
 from .._support.show import Shown
+from .._support.types import AnyPath, Inputs, Json, Numbers
 from .._version import __version__
 from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
@@ -52,13 +53,13 @@ class Answer(Shown):
         """`θ₀ + Jᵀα` after the request."""
         return self.model.params()
 
-    def predict(self, xq: Any) -> Float[Array, "q c"]:
+    def predict(self, xq: Inputs) -> Float[Array, "q c"]:
         """Outputs at query points after the request."""
         return self.model.predict(xq)
 
 
 def open(
-    path: Any,
+    path: AnyPath,
     fitted: Fitted,
     *,
     ids: Iterable[str | int] | None = None,
@@ -127,7 +128,7 @@ class Desk:
     def __enter__(self) -> "Desk":
         return self
 
-    def __exit__(self, *unused: Any) -> None:
+    def __exit__(self, *unused: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -149,16 +150,16 @@ class Desk:
         """Hash of the last line. Keep it somewhere else; later it shows whether the ledger was cut."""
         return self.ledger.last_hash
 
-    def remove(self, ids: Any, *, until: float | None = None) -> Answer:
+    def remove(self, ids: object, *, until: float | None = None) -> Answer:
         """Remove points permanently, with a certified distance to retraining of at most `until`."""
         return self._answer("remove", _listed(ids), {}, until)
 
-    def relabel(self, ids: Any, targets: Any, *, until: float | None = None) -> Answer:
+    def relabel(self, ids: object, targets: Numbers, *, until: float | None = None) -> Answer:
         """Give points new targets."""
         return self._answer("relabel", _listed(ids), {"targets": np.asarray(targets)}, until)
 
     def correct(
-        self, ids: Any, x: Any, targets: Any = None, *, until: float | None = None
+        self, ids: object, x: Inputs, targets: Numbers | None = None, *, until: float | None = None
     ) -> Answer:
         """Give points new features, and targets if given (feature unlearning, Warnecke et al., 2023)."""
         arrays = {"x": self._rows(x)}
@@ -166,18 +167,20 @@ class Desk:
             arrays["targets"] = np.asarray(targets)
         return self._answer("correct", _listed(ids), arrays, until)
 
-    def add(self, ids: Any, x: Any, targets: Any, *, until: float | None = None) -> Answer:
+    def add(
+        self, ids: object, x: Inputs, targets: Numbers, *, until: float | None = None
+    ) -> Answer:
         """Add points under names that were never used."""
         arrays = {"x": self._rows(x), "targets": np.asarray(targets)}
         return self._answer("add", _listed(ids), arrays, until)
 
-    def _rows(self, x: Any) -> np.ndarray:
+    def _rows(self, x: Inputs) -> np.ndarray:
         """Features of a request as rows: those of a tree of arrays packed, as the model keeps them."""
         form = self.model.data.form
         return np.asarray(x) if form is None else np.asarray(form.pack("request x", x))
 
     def preview(
-        self, ids: Any, *, kind: str = "remove", until: float | None = None, **arrays: Any
+        self, ids: object, *, kind: str = "remove", until: float | None = None, **arrays: Numbers
     ) -> Answer:
         """The answer that a request would get. Nothing is written, nothing changes."""
         start = time.perf_counter()
@@ -191,7 +194,7 @@ class Desk:
             _, after = self._after(kind, rows, work)
         return _answered(None, work, after, start)
 
-    def checkpoint(self, path: Any, *, include_kernel: bool = False) -> Path:
+    def checkpoint(self, path: AnyPath, *, include_kernel: bool = False) -> Path:
         """Save the model without the rows of removed points, and let the desk start from that file later.
 
         The contents of earlier requests (new features and labels) are deleted from the desk's folder.
@@ -220,7 +223,7 @@ class Desk:
             self._apply("retrain", [], [], work, points, after)
         return _answered(number, work, after, start)
 
-    def record_publication(self, fields: dict[str, Any]) -> dict[str, Any]:
+    def record_publication(self, fields: Json) -> Json:
         """Record the cost of a publication of perturbed parameters."""
         with self._turn:
             certificate = self.certificate
@@ -229,7 +232,7 @@ class Desk:
             )
 
     def _answer(
-        self, kind: str, ids: list[Any], arrays: dict[str, np.ndarray], until: float | None
+        self, kind: str, ids: list[object], arrays: dict[str, np.ndarray], until: float | None
     ) -> Answer:
         start = time.perf_counter()
         with self._turn:
@@ -257,7 +260,7 @@ class Desk:
         return _answered(number, work, after, start)
 
     def _edits(
-        self, kind: str, ids: list[Any], arrays: dict[str, np.ndarray]
+        self, kind: str, ids: list[object], arrays: dict[str, np.ndarray]
     ) -> tuple[list[AbstractEdit], list[int]]:
         if kind not in ("remove", "relabel", "correct", "add"):
             raise ValueError(
@@ -290,7 +293,7 @@ class Desk:
     def _apply(
         self,
         kind: str,
-        names: list[Any],
+        names: list[object],
         rows: list[int],
         work: Work,
         points: Points,
@@ -307,7 +310,7 @@ class Desk:
         elif kind == "correct":
             self.ids.move(rows, before)
 
-    def _references(self, kind: str, ids: list[Any], rows: list[int]) -> list[str] | None:
+    def _references(self, kind: str, ids: list[object], rows: list[int]) -> list[str] | None:
         if self.references == "erase":
             return None
         if self.references == "pseudonymise":
@@ -325,11 +328,11 @@ class Desk:
         how: str,
         until: float | None,
         payload: str | None,
-        removal: dict[str, Any] | None = None,
+        removal: Json | None = None,
         *,
         root: str | None = None,
         retained: int | None = None,
-    ) -> dict[str, Any]:
+    ) -> Json:
         """Write a line; `root` and `retained` are those of the state unless the request changes them."""
         blind = secrets.token_hex(16)
         names = references or []
@@ -378,7 +381,7 @@ class Desk:
             "was made with it."
         )
 
-    def _replay(self, line: dict[str, Any]) -> None:
+    def _replay(self, line: Json) -> None:
         kind, number = line["kind"], line["sequence"]
         if kind in ("open", "publish"):
             return
@@ -409,7 +412,7 @@ class Desk:
         if kind == "add":
             self.ids.add_references(added, work.fitted.data.num_points - len(added))
 
-    def _compare(self, line: dict[str, Any], fitted: Fitted, points: Points, after: str) -> None:
+    def _compare(self, line: Json, fitted: Fitted, points: Points, after: str) -> None:
         """Other rows than the line says are refused, and so is another model; rounding is noted."""
         number, retained = line["sequence"], _retained(fitted)
         if (points.root, retained) != (line["points"], line["retained"]):
@@ -437,7 +440,7 @@ class Desk:
         return self.path / f"request-{number:08d}.npz"
 
 
-def plain_certificate(certificate: Certificate) -> dict[str, Any]:
+def plain_certificate(certificate: Certificate) -> Json:
     """The certificate's numbers for JSON; a missing bound is `null`."""
     bound = certificate.distance_bound
     return {
@@ -462,7 +465,7 @@ def _retained(fitted: Fitted) -> int:
     return int(np.count_nonzero(fitted.data.sample_weights))
 
 
-def _listed(ids: Any) -> list[Any]:
+def _listed(ids: Any) -> list[object]:
     """One name or several, as a list."""
     if isinstance(ids, (str, int, np.integer)):
         return [ids]

@@ -3,9 +3,9 @@
 import html
 import json
 from pathlib import Path
-from typing import Any
 
 from .._support.files import write_whole
+from .._support.types import AnyPath, Json
 
 GUARANTEE = (
     "The model is within the stated distance, in its parameters (for a kernel: in the norm of "
@@ -24,7 +24,7 @@ NOT_COVERED = (
 )
 
 
-def write_documents(line: dict[str, Any], folder: Any) -> dict[str, Path]:
+def write_documents(line: Json, folder: AnyPath) -> dict[str, Path]:
     """Write both documents of a line of the ledger into `folder`, and return their paths."""
     stem = f"certificate-{line['sequence']:08d}"
     paths = {kind: Path(folder) / f"{stem}.{kind}" for kind in ("json", "html")}
@@ -36,7 +36,7 @@ def write_documents(line: dict[str, Any], folder: Any) -> dict[str, Path]:
     return paths
 
 
-def sign_documents(folder: Any, signature: Any, private_key: Any) -> None:
+def sign_documents(folder: AnyPath, signature: AnyPath, private_key: AnyPath) -> None:
     """Sign a folder of documents with an elliptic-curve key by the `model-signing` package.
 
     `model_signing verify key FOLDER --signature FILE --public_key KEY` checks it.
@@ -58,7 +58,7 @@ def sign_documents(folder: Any, signature: Any, private_key: Any) -> None:
     config.sign(Path(folder), Path(signature))
 
 
-def _page(line: dict[str, Any]) -> str:
+def _page(line: Json) -> str:
     claim = line["certificate"]
     bound = "none" if claim["distance_bound"] is None else f"{claim['distance_bound']:.6g}"
     rows = {

@@ -19,6 +19,7 @@ def solve_small(A: Float[Array, "c c"], B: Float[Array, "c k"]) -> Float[Array, 
     is large.
     """
     c = A.shape[0]
+    # From here on the library's call is small beside its own work.
     if c > LARGEST:
         return jnp.linalg.solve(A, B)
     M = jnp.concatenate([A, B], axis=1)

@@ -14,12 +14,13 @@ The rule depends only on the requests, never on time, so that a replay decides i
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from .._support.compile import double
+from .._support.types import Json
 from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, apply_edits
@@ -71,7 +72,7 @@ class Engine:
         self.work = anchored(fitted) if can_anchor(fitted) else _without_inverse(fitted, 0, "fit")
 
     @property
-    def _scope(self) -> AbstractContextManager[Any]:
+    def _scope(self) -> AbstractContextManager[object]:
         """64-bit types where the model keeps its dual variables in float64."""
         return double(self.fitted.is_wide)
 
@@ -216,7 +217,7 @@ def _without_inverse(fitted: Fitted, edits: int, how: str) -> Work:
 def _edit(
     fitted: Fitted, edits: Sequence[AbstractEdit], until: float | None, drift: float
 ) -> Fitted:
-    options: dict[str, Any] = {"progress": False}
+    options: Json = {"progress": False}
     if until is not None:
         options["until"] = until
     elif fitted.certificate.certified:

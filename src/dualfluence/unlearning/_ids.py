@@ -2,9 +2,8 @@
 salted hashes."""
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -15,7 +14,7 @@ MAX_NAME = 256
 """Longest name, in characters."""
 
 
-def as_name(value: Any) -> str:
+def as_name(value: object) -> str:
     """A name as text; whole numbers are names too."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (str, int, np.integer)):
         raise TypeError(f"ids: a name is text or a whole number, got {type(value).__name__}.")
@@ -25,7 +24,7 @@ def as_name(value: Any) -> str:
     return text
 
 
-def as_names(num_points: int, ids: Iterable[Any] | None) -> list[str]:
+def as_names(num_points: int, ids: Iterable[object] | None) -> list[str]:
     """One name per point, all different; by default positions."""
     names = [str(i) for i in range(num_points)] if ids is None else [as_name(v) for v in ids]
     if len(names) != num_points:
@@ -49,11 +48,11 @@ class Ids:
         }
         self._names = {row: each for each, row in self._rows.items() if row is not None}
 
-    def reference(self, name: Any) -> str:
+    def reference(self, name: object) -> str:
         """The salted hash of a name, as in files."""
         return reference(self._salt, as_name(name))
 
-    def rows(self, names: list[Any]) -> list[int]:
+    def rows(self, names: Sequence[object]) -> list[int]:
         """Rows of names, or an error for a name that is unknown, removed or given twice."""
         if not names:
             raise ValueError("ids: give at least one name.")
@@ -66,7 +65,7 @@ class Ids:
         """Rows of salted hashes."""
         return [self._row(each, f"{each[:12]}…") for each in references]
 
-    def check_new(self, names: list[Any]) -> None:
+    def check_new(self, names: Sequence[object]) -> None:
         """Raise unless every name is new."""
         texts = [as_name(name) for name in names]
         if not texts or len(set(texts)) != len(texts):
@@ -77,7 +76,7 @@ class Ids:
                     f"ids: {text!r} has been used before; a name can be used only once."
                 )
 
-    def add(self, names: list[Any], first: int) -> None:
+    def add(self, names: Sequence[object], first: int) -> None:
         self.add_references([self.reference(name) for name in names], first)
 
     def add_references(self, references: list[str], first: int) -> None:

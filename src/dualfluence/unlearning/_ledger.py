@@ -10,11 +10,12 @@ import hmac
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from .._support.files import FileError, fcntl, in_words, write_whole
+from .._support.types import Json
 
 References = Literal["keep", "pseudonymise", "erase"]
 """The treatment of references: kept as salted hashes, replaced by numbers, or dropped."""
@@ -65,7 +66,7 @@ class LedgerError(FileError):
     """A ledger was changed, is in use by another writer, or cannot be written."""
 
 
-def canonical(value: Any) -> bytes:
+def canonical(value: object) -> bytes:
     """The canonical text of a value: keys in order, no spaces, no NaN."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8")
@@ -85,7 +86,7 @@ def reference(salt: bytes, name: str) -> str:
     return hmac.new(salt, name.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
-def seal(fields: dict[str, Any]) -> dict[str, Any]:
+def seal(fields: Json) -> Json:
     """The line with its hash, which covers every field except the references themselves."""
     covered = {name: value for name, value in fields.items() if name not in ("references", "hash")}
     return {**fields, "hash": hashlib.sha256(canonical(covered)).hexdigest()}
@@ -97,7 +98,7 @@ def commit_references(names: list[str], blind: str) -> str:
     return digest(blind.encode(), canonical(names))
 
 
-def missing_head(head: Any, hashes: list[str]) -> str | None:
+def missing_head(head: object, hashes: list[str]) -> str | None:
     """An explanation if no line has the hash that somebody kept, else `None`."""
     if not isinstance(head, str) or not HASH.fullmatch(head):
         raise ValueError(
@@ -111,7 +112,7 @@ def missing_head(head: Any, hashes: list[str]) -> str | None:
     )
 
 
-def check_line(raw: bytes, number: int, before: str) -> dict[str, Any]:
+def check_line(raw: bytes, number: int, before: str) -> Json:
     """One line, or an error that names it."""
 
     def refuse(why: str) -> LedgerError:
@@ -148,7 +149,7 @@ NEEDED = ("kind", "count", "retained", "points", "model_before", "model_after")
 """Fields that the line before determines."""
 
 
-def contradiction(line: dict[str, Any], last: dict[str, Any] | None) -> str | None:
+def contradiction(line: Json, last: Json | None) -> str | None:
     """A contradiction between a line and the line before it, in words; hashes do not detect it."""
     missing = [name for name in NEEDED if name not in line]
     if missing:
@@ -171,7 +172,7 @@ def contradiction(line: dict[str, Any], last: dict[str, Any] | None) -> str | No
     return None
 
 
-def _check_references(fields: dict[str, Any], refuse: Any) -> None:
+def _check_references(fields: Json, refuse: Callable[[str], Exception]) -> None:
     given = fields["references"]
     known = isinstance(given, dict) and set(given) == {"names", "blind"}
     known = known and isinstance(given["names"], list) and isinstance(given["blind"], str)
@@ -183,14 +184,14 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no number")
 
 
-def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_doubles(pairs: list[tuple[str, object]]) -> Json:
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a field comes twice")
     return found
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int, bool]:
+def read_lines(path: Path) -> tuple[list[Json], int, bool]:
     """All whole lines, the bytes they take, and whether a torn line follows them.
 
     A crash can leave a line without its end; such a line was never acknowledged.
@@ -254,7 +255,7 @@ class Ledger:
             self._file.close()
             raise
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Json]:
         return iter(self.lines)
 
     @property
@@ -267,7 +268,7 @@ class Ledger:
         if wrong is not None:
             raise LedgerError(f"ledger: {wrong} ({self.path}). Restore the file from a copy.")
 
-    def append(self, **fields: Any) -> dict[str, Any]:
+    def append(self, **fields: object) -> Json:
         """Write one line and wait until the disk has it; after a failure the file is unchanged."""
         line = seal({**fields, "sequence": len(self.lines) + 1, "before": self.last_hash})
         wrong = contradiction(line, self.lines[-1] if self.lines else None)

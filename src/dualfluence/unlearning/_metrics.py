@@ -4,10 +4,10 @@ Each compares the models of an unlearning method with retrained models, over sev
 every measure is retraining compared with retraining, with other seeds.
 """
 
-from typing import Any
-
 import numpy as np
 from jaxtyping import Float, Int
+
+from .._support.types import Numbers
 
 CLIP = 100.0
 """Margins are clipped to ±this."""
@@ -58,7 +58,7 @@ def _klom_of(first: np.ndarray, second: np.ndarray) -> float:
     return float(np.sum(p[inside] * np.log(p[inside] / q[inside])))
 
 
-def membership_auc(members: Any, others: Any) -> float:
+def membership_auc(members: Numbers, others: Numbers) -> float:
     """Probability that a score of `members` exceeds one of `others`; ties count half. A value of ½
     means that the groups cannot be distinguished."""
     a, b = np.ravel(members), np.ravel(others)

@@ -3,12 +3,12 @@
 import hashlib
 import io
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from .._support.compile import in_own_precision
 from .._support.files import FileError, write_whole
+from .._support.types import Json
 from ..fitted._file import name_of
 from ..fitted._fitted import Fitted
 from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace
@@ -68,7 +68,7 @@ def write_payload(
 
 def read_payload(
     path: Path, expected: str | None, number: int
-) -> tuple[list[int], list[str], dict[str, Any]] | None:
+) -> tuple[list[int], list[str], Json] | None:
     """Rows, references of new names and arrays of a request, checked against the ledger's hash."""
     if expected is None:
         return None

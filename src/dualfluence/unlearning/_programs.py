@@ -4,17 +4,20 @@ All data are on the device already, even the number of every point, because send
 H200 takes 0.2 ms. On a CPU NumPy computes the step, and only the certificate is a program.
 """
 
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import ARRAYS, PRECISION, jit
+from .._support.types import AnyArray
 from ..problem._certificate import Certificate, Norms, measure_norms, norms_of_square
-from ..problem._objective import AnyArray, Problem, State
+from ..problem._objective import HostArray, Problem, State
 from ._anchor import Anchor
 from ._elimination import solve_small
 from ._quick import (
@@ -22,6 +25,7 @@ from ._quick import (
     Algebra,
     Fixed,
     Gone,
+    Scalar,
     make_correction,
     make_step,
     next_row,
@@ -46,10 +50,10 @@ class RequestPrograms(NamedTuple):
     """The programs: remove one point, take one step, and compute the certificate, with or without new
     products."""
 
-    less: Any
-    polish: Any
-    judge: Any
-    measure: Any
+    less: Callable[..., Any]
+    polish: Callable[..., Found]
+    judge: Callable[..., Found]
+    measure: Callable[..., Found]
 
 
 class Programs:
@@ -76,7 +80,7 @@ class Programs:
             left = np.where(weights > 0, shares, 0)
             return self._left_on_host(gone, state, points, left)
         found: Any = None
-        names = _names(gone.shares.shape[0])
+        names = _names(state.alpha.shape[0])
         for point in points:
             held = (gone.rows, gone.T, gone.C, gone.forces, gone.points, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
@@ -122,10 +126,10 @@ class Programs:
         return self._judged(*moved, np.asarray(state.drift) + drift, left)
 
     def _judged(
-        self, alpha: np.ndarray, k_alpha: np.ndarray, drift: Any, left: np.ndarray
+        self, alpha: np.ndarray, k_alpha: np.ndarray, drift: Scalar, left: np.ndarray
     ) -> Found:
         # As they are: a program takes arrays of the host faster than `jnp.asarray` does.
-        given: Any = (alpha, k_alpha, np.asarray(drift), self._cast(left / left.sum()))
+        given = (alpha, k_alpha, np.asarray(drift), self._cast(left / left.sum()))
         return self._run.judge(*given, *self._arrays)
 
     @cached_property
@@ -133,29 +137,29 @@ class Programs:
         """On the host."""
         return jax.tree.map(np.asarray, Fixed.of(self.anchor))
 
-    def _cast(self, value: Any) -> Any:
+    def _cast(self, value: ArrayLike) -> np.ndarray:
         return np.asarray(value, self._dtype)
 
 
 @lru_cache(maxsize=16)
-def _compiled(tree: Any, fixed: tuple[Any, ...]) -> RequestPrograms:
+def _compiled(tree: Any, fixed: tuple[tuple[Any] | None, ...]) -> RequestPrograms:
     """Programs for anchors of one structure; those of the next anchor are the same."""
 
-    def anchor_of(arrays: tuple[Any, ...]) -> Anchor:
+    def anchor_of(arrays: tuple[Array, ...]) -> Anchor:
         rest = iter(arrays)
         return jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf[0] for leaf in fixed])
 
-    def less(point: Any, *arrays: Any) -> Any:
+    def less(point: Array, *arrays: Array) -> tuple:
         return _less(anchor_of(arrays[10:]), point, *arrays[:10])
 
-    def polish(*arrays: Any) -> Any:
+    def polish(*arrays: Any) -> Found:
         return _polished(anchor_of(arrays[7:]), *arrays[:7])
 
-    def judge(alpha: Any, k_alpha: Any, drift: Any, weights: Any, *arrays: Any) -> Any:
+    def judge(alpha: Array, k_alpha: Array, drift: Array, weights: Array, *arrays: Array) -> Found:
         state = State(alpha, k_alpha, drift)
         return Found(state, *_judged(anchor_of(arrays), state, weights))
 
-    def measure(alpha: Any, weights: Any, *arrays: Any) -> Any:
+    def measure(alpha: Array, weights: Array, *arrays: Array) -> Found:
         return _measured(anchor_of(arrays), alpha, weights)
 
     # The rows of N and T are written in place; those that were there keep what they hold. No product of
@@ -183,8 +187,8 @@ def _less(
     place: Int[Array, ""],
     alpha: Float[Array, "n c"],
     k_alpha: Float[Array, "n c"],
-    drift: Float[AnyArray, ""],
-) -> tuple[Array, Array, Array, Array, Array, Array, Array, Found]:
+    drift: Float[HostArray, ""],
+) -> tuple[Array, Array, Array, AnyArray, Array, Array, Array, Found]:
     share, c = shares[point], alpha.shape[1]
     shares = jnp.where(jnp.arange(shares.shape[0], dtype=point.dtype) == point, 0, shares)
     kept = (shares > 0).astype(shares.dtype)
@@ -217,18 +221,25 @@ DEVICE = Algebra(jnp, lambda A, B: solve_small(A, B), _spread)
 
 
 def _polished(
-    anchor: Anchor, rows: Any, T: Any, C: Any, points: Any, shares: Any, state: State, rho: Any
+    anchor: Anchor,
+    rows: Float[Array, "kc nc"],
+    T: Float[Array, "kc kc"],
+    C: Float[Array, "k c c"],
+    points: Int[Array, " k"],
+    shares: Float[Array, " n"],
+    state: State,
+    rho: Float[Array, "n c"],
 ) -> Found:
     total, kept = jnp.sum(shares), (shares > 0).astype(shares.dtype)
     given = (rows, T, C, points, rho, kept, total)
     with jax.default_matmul_precision(PRECISION):
-        step = make_correction(DEVICE, Fixed.of(anchor), *given)
+        step: Any = make_correction(DEVICE, Fixed.of(anchor), *given)
     after = state.moved(*step)
     return Found(after, *_judged(anchor, after, shares / total))
 
 
 def _judged(
-    anchor: Anchor, state: State, weights: Float[AnyArray, " n"]
+    anchor: Anchor, state: State, weights: Float[HostArray, " n"]
 ) -> tuple[Float[Array, "n c"], Float[Array, "3"]]:
     """The residual and the certificate's norms at a state, `ρᵀKρ` bounded from above."""
     problem = _reweighted(anchor.problem, weights)
@@ -237,7 +248,7 @@ def _judged(
     return rho, _stacked(norms_of_square(problem, state, rho, square, anchor.kernel_diagonal))
 
 
-def _measured(anchor: Anchor, alpha: Float[Array, "n c"], weights: Float[AnyArray, " n"]) -> Found:
+def _measured(anchor: Anchor, alpha: Float[Array, "n c"], weights: Float[HostArray, " n"]) -> Found:
     problem, state = _reweighted(anchor.problem, weights), State(alpha, anchor.op.mv(alpha))
     rho = problem.residual(state)
     norms = measure_norms(problem, state, rho, anchor.op.mv(rho), anchor.kernel_diagonal)

@@ -17,13 +17,17 @@ that is held: $N + N_{\cdot S}T^\top CTN_{S\cdot}$, with one block of `C` a poin
 then reads the eliminated rows of the anchor's `N` once, with one vector.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
+from .._support.types import AnyArray
 from ._anchor import Anchor
 
 
@@ -36,8 +40,8 @@ class Room:
     - `marks`: for each point in `rows` a mark of its own, by which a proposal sees that it was overwritten.
     """
 
-    rows: Any
-    T: Any
+    rows: Float[AnyArray, "kc nc"]
+    T: Float[AnyArray, "kc kc"]
     marks: list[object]
 
     def wrote(self, place: int) -> object:
@@ -65,20 +69,20 @@ class Gone:
     """
 
     room: Room
-    C: Any
-    forces: Any
-    points: Any
-    shares: Any
-    place: Any
+    C: Float[AnyArray, "k c c"]
+    forces: Float[AnyArray, " kc"]
+    points: Int[AnyArray, " k"]
+    shares: Float[AnyArray, " n"] | None
+    place: Int[AnyArray, ""] | None
     count: int
     mark: object = None
 
     @property
-    def rows(self) -> Any:
+    def rows(self) -> Float[AnyArray, "kc nc"]:
         return self.room.rows
 
     @property
-    def T(self) -> Any:
+    def T(self) -> Float[AnyArray, "kc kc"]:
         return self.room.T
 
     @property
@@ -92,22 +96,25 @@ class Gone:
         return isinstance(self.rows, np.ndarray)
 
 
+Scalar = Float[AnyArray, ""] | np.floating | float
+
+
 class Step(NamedTuple):
     """What leaving one point out does: `Δα`, `KΔα`, its rounding, and what elimination needs later."""
 
-    delta: Any
-    k_delta: Any
-    drift: Any
-    C: Any
-    forces: Any
+    delta: Float[AnyArray, "n c"]
+    k_delta: Float[AnyArray, "n c"]
+    drift: Scalar
+    C: Float[AnyArray, "c c"]
+    forces: Float[AnyArray, " kc"]
 
 
 class Algebra(NamedTuple):
     """NumPy or JAX, a solver for the system of one point, and `spread`, which puts rows into zeros."""
 
-    xp: Any
-    solve: Any
-    spread: Any
+    xp: ModuleType
+    solve: Callable[..., AnyArray]
+    spread: Callable[..., AnyArray]
 
 
 def on_host() -> bool:
@@ -124,6 +131,7 @@ def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     rows, T = xp.zeros((capacity * c, n * c), dtype), xp.zeros((capacity * c, capacity * c), dtype)
     C, forces = xp.zeros((capacity, c, c), dtype), xp.zeros(capacity * c, dtype)
     points = xp.zeros(capacity, xp.int32)
+    # Written to once, so that the memory is there before the first request; see above.
     if on_host():
         rows.fill(0)
         return Gone(Room(rows, T, []), C, forces, points, None, None, 0)
@@ -133,8 +141,12 @@ def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
     return Gone(Room(rows, T, []), *others, count=0)
 
 
-def committed(arrays: Any, like: jax.Array) -> Any:
+T_ = TypeVar("T_")
+
+
+def committed(arrays: T_, like: jax.Array) -> T_:
     """Bound to the device of `like`, as what the programs return is: else they would compile twice."""
+    # Sharded arrays are bound to their mesh already.
     if len(like.devices()) > 1:
         return arrays
     return jax.device_put(arrays, jax.sharding.SingleDeviceSharding(*like.devices()))
@@ -143,14 +155,14 @@ def committed(arrays: Any, like: jax.Array) -> Any:
 class Fixed(NamedTuple):
     """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is the anchor's own."""
 
-    N: Any
-    alpha: Any
-    n_alpha: Any
-    hess: Any
-    roots: Any
-    diagonal: Any
-    error: Any
-    ridge: Any
+    N: Float[AnyArray, "nc nc"]
+    alpha: Float[AnyArray, "n c"]
+    n_alpha: Float[AnyArray, "n c"]
+    hess: Float[AnyArray, "n c c"]
+    roots: Float[AnyArray, "n c c"]
+    diagonal: Float[AnyArray, "n c"]
+    error: Scalar
+    ridge: Scalar
 
     @staticmethod
     def of(anchor: Anchor) -> "Fixed":
@@ -159,7 +171,7 @@ class Fixed(NamedTuple):
 
 
 def step_on_host(
-    fixed: Fixed, gone: Gone, alpha: np.ndarray, point: int, share: Any, kept: np.ndarray
+    fixed: Fixed, gone: Gone, alpha: np.ndarray, point: int, share: Scalar, kept: np.ndarray
 ) -> tuple[Gone, Step]:
     """Leave out one point of the given share of the weight; `kept` marks the points that are left."""
     c, count = alpha.shape[1], gone.count
@@ -192,7 +204,9 @@ def _spread(like: np.ndarray, points: np.ndarray, rows: np.ndarray) -> np.ndarra
 HOST = Algebra(np, lambda A, B: _solve(A, B), _spread)
 
 
-def next_row(T: Any, C: Any, seen: Any) -> Any:
+def next_row(
+    T: Float[AnyArray, "kc kc"], C: Float[AnyArray, "k c c"], seen: Float[AnyArray, "kc c"]
+) -> Float[AnyArray, "c kc"]:
     """Of `T`, left of its diagonal, for a point at which the rows of `N` are `seen`."""
     c = seen.shape[1]
     held = (C @ (T @ seen).reshape(-1, c, c)).reshape(-1, c)
@@ -202,15 +216,15 @@ def next_row(T: Any, C: Any, seen: Any) -> Any:
 def make_step(
     algebra: Algebra,
     fixed: Fixed,
-    rows: Any,
-    seen: Any,
-    row: Any,
-    forces: Any,
-    points: Any,
-    alpha: Any,
-    share: Any,
-    kept: Any,
-    i: Any,
+    rows: Float[AnyArray, "kc nc"],
+    seen: Float[AnyArray, "kc c"],
+    row: Float[AnyArray, "c kc"],
+    forces: Float[AnyArray, " kc"],
+    points: Int[AnyArray, " k"],
+    alpha: Float[AnyArray, "n c"],
+    share: Scalar,
+    kept: Float[AnyArray, " n"],
+    i: Int[AnyArray, ""] | int,
 ) -> Step:
     """The formulas of this file's head, for a point whose own `rows` and `row` of `T` are there already.
 
@@ -222,6 +236,7 @@ def make_step(
     both = xp.concatenate([row, forces[None]]) @ seen
     N_i, v_i = both[:-1], fixed.n_alpha[i] + both[-1]
     C = R @ algebra.solve(xp.eye(R.shape[0], dtype=R.dtype) - R.T @ N_i @ R, R.T)
+    # Symmetric up to rounding. As it is, the difference would grow with every point eliminated after it.
     C = 0.5 * (C + C.T)
     right = scale * (W @ v_i - start[i]) - ridge * alpha[i]
     tau = right + C @ (N_i @ right)
@@ -229,6 +244,7 @@ def make_step(
     more = scale * forces + pushed
     k_delta = scale * fixed.n_alpha + (more @ rows).reshape(start.shape)
     force = scale * start + algebra.spread(start, points, more)
+    # The new point ends without a dual variable, whatever the solve has rounded.
     wanted = xp.where((xp.arange(start.shape[0], dtype=np.int32) == i)[:, None], -alpha, 0)
     delta, drift = _settled(xp, fixed, force, k_delta, kept, wanted)
     return Step(delta, k_delta, drift, C, forces + held)
@@ -237,15 +253,16 @@ def make_step(
 def make_correction(
     algebra: Algebra,
     fixed: Fixed,
-    rows: Any,
-    T: Any,
-    C: Any,
-    points: Any,
-    rho: Any,
-    kept: Any,
-    scale: Any,
-) -> tuple[Any, Any, Any]:
+    rows: Float[AnyArray, "kc nc"],
+    T: Float[AnyArray, "kc kc"],
+    C: Float[AnyArray, "k c c"],
+    points: Int[AnyArray, " k"],
+    rho: Float[AnyArray, "n c"],
+    kept: Float[AnyArray, " n"],
+    scale: Scalar,
+) -> tuple[AnyArray, AnyArray, Scalar]:
     """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and its rounding."""
+    # A correction is for the points that are left: the others have no equation any more.
     rho = -scale * rho * kept[:, None]
     pushed = (fixed.N @ rho.reshape(-1)).reshape(rho.shape)
     held = C @ (T @ pushed[points].reshape(-1)).reshape(*C.shape[:2], 1)
@@ -257,8 +274,13 @@ def make_correction(
 
 
 def _settled(
-    xp: Any, fixed: Fixed, force: Any, k_delta: Any, kept: Any, wanted: Any
-) -> tuple[Any, Any]:
+    xp: ModuleType,
+    fixed: Fixed,
+    force: Float[AnyArray, "n c"],
+    k_delta: Float[AnyArray, "n c"],
+    kept: Float[AnyArray, " n"],
+    wanted: Float[AnyArray, "n c"],
+) -> tuple[AnyArray, Scalar]:
     """`Δα` of a force, as `wanted` where nothing is kept, and what rounding `KΔα` has."""
     delta = (force - (fixed.hess @ k_delta[:, :, None])[:, :, 0]) / fixed.ridge
     settled = xp.where(kept[:, None] > 0, delta, wanted)

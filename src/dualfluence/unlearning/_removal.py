@@ -14,9 +14,10 @@ Publications compose as $\mu^2=\sum\mu_i^2$.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -25,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import in_own_precision
+from .._support.types import Inputs
 from ..fitted._fitted import Fitted
 from ..kernels._params import Shifted
 from ._desk import Desk
@@ -76,7 +78,7 @@ class Published(NamedTuple):
     - `retrained`: whether the budget made retraining necessary.
     """
 
-    value: Any
+    value: PyTree
     mu: float
     mu_total: float
     epsilon: float
@@ -111,11 +113,11 @@ class Publisher:
         """`θ + N(0, σ²I)`, with a scale of the ridge `θ + N(0, σ²P)`."""
         return self._publish(lambda model, rng: perturbed_params(model, self.sigma, rng))
 
-    def outputs(self, xq: Any) -> Published:
+    def outputs(self, xq: Inputs) -> Published:
         """Outputs at queries plus `N(0, σ²K)`, for models without parameters."""
         return self._publish(lambda model, rng: perturbed_outputs(model, xq, self.sigma, rng))
 
-    def _publish(self, draw: Any) -> Published:
+    def _publish(self, draw: Callable[[Fitted, np.random.Generator], PyTree]) -> Published:
         mu, retrained = self._cost(), False
         if math.hypot(self.spent, mu) > self.limit:
             self.desk.retrain()
@@ -169,7 +171,7 @@ def perturbed_params(model: Fitted, sigma: float, rng: np.random.Generator) -> P
 def perturbed(params: PyTree, sigma: float, rng: np.random.Generator) -> PyTree:
     """Every floating leaf with independent Gaussian noise."""
 
-    def noisy(leaf: Any) -> Any:
+    def noisy(leaf: PyTree) -> PyTree:
         if not eqx.is_inexact_array(leaf):
             return leaf
         return leaf + jnp.asarray(sigma * rng.standard_normal(leaf.shape), leaf.dtype)
@@ -179,7 +181,7 @@ def perturbed(params: PyTree, sigma: float, rng: np.random.Generator) -> PyTree:
 
 @in_own_precision
 def perturbed_outputs(
-    model: Fitted, xq: Any, sigma: float, rng: np.random.Generator
+    model: Fitted, xq: Inputs, sigma: float, rng: np.random.Generator
 ) -> Float[Array, "q c"]:
     r"""$f + \sigma K_{qq}^{1/2}z$, jointly over the queries.
 

@@ -1,13 +1,13 @@
 """Agreement of scores with the truth, with intervals over queries."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from ..._support.checks import check_finite
 from ..._support.show import Shown, Table, count
+from ..._support.types import Numbers
 from .._attribution import Attribution
 
 RESAMPLES = 2000
@@ -36,7 +36,7 @@ class Measured(Shown):
         return f"{self.name} {self.value:.3f} [{low:.3f}, {high:.3f}] over {over}", ()
 
 
-def lds(scores: Any, masks: Any, targets: Any, *, seed: int = 0) -> Measured:
+def lds(scores: Numbers, masks: Numbers, targets: Numbers, *, seed: int = 0) -> Measured:
     r"""Linear datamodelling score: how well summed scores rank models trained on subsets.
 
     For each query, Spearman's correlation over subsets of $-\sum_{i\in S}\mathrm{scores}_{qi}$ with
@@ -68,7 +68,7 @@ def lds(scores: Any, masks: Any, targets: Any, *, seed: int = 0) -> Measured:
     return measured("LDS", spearman(predicted.T, truth.T), seed)
 
 
-def noise_ceiling(repeats: Any, *, seed: int = 0, splits: int = 20) -> Measured:
+def noise_ceiling(repeats: Numbers, *, seed: int = 0, splits: int = 20) -> Measured:
     """The best LDS that any scores could have with the mean of these repeats as the truth.
 
     Split-half reliability over random halves of the repeats, raised to the full number by
@@ -99,7 +99,9 @@ def noise_ceiling(repeats: Any, *, seed: int = 0, splits: int = 20) -> Measured:
     return Measured(result.name, result.value, result.interval, result.per_query, (note,))
 
 
-def loo_correlation(scores: Any, truth: Any, *, rank: bool = False, seed: int = 0) -> Measured:
+def loo_correlation(
+    scores: Numbers, truth: Numbers, *, rank: bool = False, seed: int = 0
+) -> Measured:
     """Correlation of scores with true leave-one-out changes for each query; both are `(q, n)`.
 
     It is Pearson's, or Spearman's with `rank`.
@@ -114,7 +116,7 @@ def loo_correlation(scores: Any, truth: Any, *, rank: bool = False, seed: int = 
     return measured("leave-one-out correlation", rows, seed)
 
 
-def mislabel_auc(suspicion: Any, mislabelled: Any) -> float:
+def mislabel_auc(suspicion: Numbers, mislabelled: Numbers) -> float:
     """Area under the ROC curve: the share of pairs in which a mislabelled point is more suspicious than
     a good one.
 
@@ -175,12 +177,12 @@ def _ranks(rows: np.ndarray) -> np.ndarray:
     return result
 
 
-def _scores(name: str, scores: Any) -> np.ndarray:
+def _scores(name: str, scores: Numbers) -> np.ndarray:
     values = scores.values if isinstance(scores, Attribution) else scores
     return _matrix(f"{name}: scores", values)
 
 
-def _masks(name: str, masks: Any) -> np.ndarray:
+def _masks(name: str, masks: Numbers) -> np.ndarray:
     array = np.asarray(masks)
     if array.ndim != 2:
         raise ValueError(f"{name}: masks must have shape (s, n), got {array.shape}.")
@@ -189,7 +191,7 @@ def _masks(name: str, masks: Any) -> np.ndarray:
     return array.astype(bool)
 
 
-def _matrix(name: str, value: Any) -> np.ndarray:
+def _matrix(name: str, value: Numbers) -> np.ndarray:
     array = np.asarray(value, float)
     if array.ndim != 2:
         raise ValueError(f"{name} must be a matrix, got shape {array.shape}.")

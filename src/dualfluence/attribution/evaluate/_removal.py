@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ..._support.show import Shown
+from ..._support.types import Numbers
 from ._measures import _scores
 
 
@@ -24,7 +24,7 @@ class RemovalCurve(Shown):
 
 
 def removal_curve(
-    scores: Any,
+    scores: Numbers,
     retrain: Callable[[np.ndarray], np.ndarray],
     counts: Sequence[int],
     *,

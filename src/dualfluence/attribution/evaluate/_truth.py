@@ -3,18 +3,18 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ..._support.archive import digest_of_all
 from ..._support.checks import check_finite
 from ..._support.compile import in_own_precision
 from ..._support.options import ProgressFn, Ticker
 from ..._support.show import Shown
+from ..._support.types import AnyPath, Inputs, Numbers
 from ...dual._model import TrainedModel
 from ...dual._reweighted import columns_at_once, reweighted
 from ...problem._quantity import as_quantity
@@ -61,13 +61,13 @@ def random_masks(n: int, num_subsets: int, *, seed: int, fraction: float = 0.5) 
 @in_own_precision
 def retrain_linearised(
     fitted: TrainedModel,
-    masks: Any,
-    xq: Any,
-    yq: Any = None,
+    masks: Numbers,
+    xq: Inputs,
+    yq: Numbers | None = None,
     *,
     of: str | Callable[[Array, Array], Array] = "loss",
     relative: float = RELATIVE,
-    folder: Any = None,
+    folder: AnyPath | None = None,
     progress: bool | ProgressFn = True,
 ) -> Truth:
     """The linearised (or infinitely wide) model retrained on subsets, in data space, many at once.
@@ -115,14 +115,14 @@ def retrain_linearised(
 
 
 def retrain_networks(
-    train: Callable[[Array, Array], Any],
-    measure: Callable[[Any], Array],
-    masks: Any,
+    train: Callable[[Array, Array], PyTree],
+    measure: Callable[[PyTree], Array],
+    masks: Numbers,
     *,
     seeds: Sequence[int],
     name: str = "",
     slice_size: int = 64,
-    folder: Any = None,
+    folder: AnyPath | None = None,
     progress: bool | ProgressFn = True,
 ) -> Truth:
     """Any pure JAX training, run on every subset with every seed, many models in one `vmap`.
@@ -190,7 +190,7 @@ def _sliced(
     return np.concatenate(parts)
 
 
-def _check_masks(name: str, masks: Any, num_points: int | None) -> np.ndarray:
+def _check_masks(name: str, masks: Numbers, num_points: int | None) -> np.ndarray:
     array = np.asarray(masks)
     if array.ndim != 2 or array.dtype != bool or (num_points or array.shape[1]) != array.shape[1]:
         want = "n" if num_points is None else num_points
