@@ -10,8 +10,9 @@ parameters.
 
 Truth: fine-tuning again on random halves, mean over seeds shared by all halves, and one seed alone; measured
 is the loss of held-out lines. LDS is the Spearman correlation over halves, mean over queries. Every method
-scores the same single run, whose seed no half has. Damping of TRAK and EK-FAC: the best of three, chosen
-on the very numbers reported.
+scores the same single run, whose seed no half has. Damping of TRAK: the best of three, chosen on the very
+numbers reported. The library's EK-FAC is left out: it holds the curvature of all outputs of a sequence at
+once, (T·V)² numbers each.
 
 Planted: facts that are in no other line, each in ten training lines of different words. A query asks for a
 fact; recall at 10 is the share of its ten lines among the ten most helpful.
@@ -35,7 +36,6 @@ import dualfluence as dfl
 from dualfluence.apps.compare._machine import describe_machine
 from dualfluence.attribution import RandomProbes, Trajectory, evaluate
 from dualfluence.attribution._token_sketch import make_sketch
-from dualfluence.attribution._tokens import Flat
 
 SCALES = {
     "smoke": {
@@ -442,29 +442,11 @@ class Bench:
         found = self.timed(label, lambda: self.trak(last))
         self.report(label, max(found.values(), key=self.lds))
         self.report("BM25", self.timed("BM25", lambda: bm25(r.train_lines, r.query_lines)))
-        self.ekfac(last)
 
     def lds(self, values):
         return evaluate.lds(
             values[self.facts :], self.masks, self.truth.targets[:, self.facts :]
         ).value
-
-    def ekfac(self, p):
-        """The library's, on a network whose outputs lie in one row."""
-        r = self.recipe
-        model = dfl.linearize(Flat(r.apply), p, trainable=r.trainable)
-
-        def call(ridge):
-            return dfl.primal.attribute(
-                model, p, r.x, r.y, r.xq, r.yq, loss=LOSS, ridge=ridge, solver=dfl.primal.EKFAC()
-            ).values
-
-        try:
-            found = self.timed("EK-FAC", lambda: [call(ridge) for ridge in DAMPINGS])
-            self.report("EK-FAC", max(found, key=self.lds))
-        except (ValueError, TypeError, NotImplementedError, MemoryError) as error:
-            self.table["EK-FAC"] = {"refused": str(error)[:300]}
-            print(f"[{self.name}] EK-FAC: {error}", flush=True)
 
 
 def read(path):

@@ -1,6 +1,6 @@
 """The result of an attribution: the effect of leaving out each point on each query."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -198,8 +198,8 @@ class Attribution(Shown):
         self,
         path: Any,
         *,
-        texts: Sequence[str] | None = None,
-        queries: Sequence[str] | None = None,
+        texts: Iterable[Any] | None = None,
+        queries: Iterable[Any] | None = None,
         decode: Callable[[list[int]], Any] | None = None,
         names: Sequence[Any] | None = None,
         k: int = 8,

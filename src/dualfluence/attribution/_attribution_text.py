@@ -1,7 +1,7 @@
 """A page of sentences: each query with those that helped and harmed it, their tokens shaded."""
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,8 @@ Decode = Callable[[list[int]], Any]
 
 def text_page(
     result: Any,
-    texts: Sequence[str] | None,
-    queries: Sequence[str] | None,
+    texts: Iterable[Any] | None,
+    queries: Iterable[Any] | None,
     decode: Decode | None,
     names: Sequence[Any] | None,
     k: int,
