@@ -33,6 +33,8 @@ def area(found):
 
 TEXTS = ["red apple pie", "green apple", "apple juice", "fast red car", "old car", "car engine"] * 4
 SHORT = ["a", "b", "a"]
+EQUAL = np.ones((60, 5))
+KERNEL = lambda a, b: a @ b.T  # noqa: E731
 MODEL = dfl.linearize(lambda p, x: x @ p, np.zeros((5, 3)))
 
 REFUSED = {
@@ -47,6 +49,33 @@ REFUSED = {
         lambda: dfl.audit(None, X[:3], ["a", None, "a"]),
         ValueError,
         r"1 of 3 \(at 1\) is",
+    ),
+    "blank labels": (
+        lambda: dfl.audit(None, X[:3], ["a", " ", "a"]),
+        ValueError,
+        r"1 of 3 \(at 1\) is missing",
+    ),
+    "NaN labels as text": (
+        lambda: dfl.audit(None, X[:4], np.array(["a", np.nan, "b", "a"])),
+        ValueError,
+        r"1 of 4 \(at 1\) is missing",
+    ),
+    "equal to a kernel": (lambda: dfl.audit(KERNEL, EQUAL, Y), ValueError, "60 points are equal"),
+    "equal to a network": (lambda: dfl.audit(MODEL, EQUAL, Y), ValueError, "60 points are equal"),
+    "kernel of zeros": (
+        lambda: dfl.audit(np.zeros((60, 60)), None, Y),
+        ValueError,
+        "kernel is 0 at the points",
+    ),
+    "kernel of ones": (
+        lambda: dfl.audit(np.ones((60, 60)), None, Y),
+        ValueError,
+        "60 points have the same features",
+    ),
+    "NaN for a kernel": (
+        lambda: dfl.audit(KERNEL, np.where(X > 2, np.nan, X), Y),
+        ValueError,
+        "kernel: every entry must be finite",
     ),
     "NaN labels": (
         lambda: dfl.audit(None, X[:3], [0, np.nan, 1]),
@@ -125,9 +154,19 @@ def test_bad_input_is_said_clearly(name):
         call()
 
 
+@pytest.mark.parametrize("factor", [1e-300, 1e300])
+def test_units_of_features_do_not_matter(factor):
+    """Squares of such numbers are 0 or infinite."""
+    want, got = dfl.audit(None, X, Y), dfl.audit(None, X * factor, Y)
+    np.testing.assert_allclose(got.wrong, want.wrong, rtol=1e-8)
+
+
 def test_a_fitted_model_has_points_already():
     model = dfl.linearize(lambda p, x: x @ p, np.zeros((5, 1)))
-    fitted = dfl.fit(model, X, Y[:, None] * 1.0, loss=dfl.Logistic(), ridge=0.1, progress=False)
+    options = {"loss": dfl.Logistic(), "ridge": 0.1, "progress": False}
+    with pytest.raises(ValueError, match="two classes in the Fitted, got only class 1"):
+        dfl.audit(dfl.fit(model, X, np.ones((60, 1)), **options))
+    fitted = dfl.fit(model, X, Y[:, None] * 1.0, **options)
     for call, words in (
         (lambda: dfl.audit(fitted, X, Y), "leave out x and y"),
         (lambda: dfl.audit(fitted, encoder=len), "has features already"),
@@ -192,7 +231,8 @@ def test_text_goes_through_a_frozen_encoder():
     for texts in (TEXTS, np.array(TEXTS), np.array(TEXTS, object)):
         found = dfl.audit(None, texts, labels, encoder=encode)
         assert int(np.argmax(found.suspicion)) == 4
-    with pytest.raises(TypeError, match="got a int"):
+    # With beartype on, as it may be here, the check of types comes first for some of these calls.
+    with pytest.raises(TypeError, match=r"got a int|Type-check error"):
         encode(["a", 3])
     with pytest.raises(ValueError, match="at least 2"):
         HashedText(1)

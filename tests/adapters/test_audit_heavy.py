@@ -130,3 +130,19 @@ def test_datalab_takes_the_probabilities():
     issues = lab.get_issues("label")
     assert issues["is_label_issue"][BAD].mean() >= 0.5
     assert len(found.to_pandas(theirs=issues["label_score"].to_numpy())) == 80
+
+
+BAD_INPUT = [
+    ("Ridge", np.eye(6), ["a", "b"] * 3, TypeError, "predicts numbers, got names: .'a', 'b'"),
+    ("LogisticRegression", ["word"] * 6, [0, 1] * 3, TypeError, "expected numbers, got strings"),
+    ("LogisticRegression", np.ones((6, 2)), [0, 1] * 3, ValueError, "6 points are equal"),
+    ("Ridge", np.ones((6, 2)), np.arange(6) / 7, ValueError, "6 points are equal"),
+]
+
+
+@pytest.mark.parametrize(("name", "x", "y", "error", "words"), BAD_INPUT)
+def test_bad_input_to_an_estimator_is_said_clearly(name, x, y, error, words):
+    from sklearn import linear_model
+
+    with pytest.raises(error, match=words):
+        dfl.audit(getattr(linear_model, name)(), x, y)

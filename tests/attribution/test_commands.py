@@ -1,17 +1,20 @@
 """The commands on data of the user's own, their pages and tables, and mistakes in their input."""
 
 import csv
+import re
 
 import numpy as np
 import pytest
 import typer
 from typer.testing import CliRunner
 
+import dualfluence as dfl
 from dualfluence import datasets
 from dualfluence.adapters import HashedText
 from dualfluence.apps.attribute._audit import audit
 from dualfluence.apps.attribute._commands import register
 from dualfluence.apps.attribute._data import Data, load_data, load_model
+from dualfluence.apps.attribute._findings import LETTERS, Shown, _summary
 from dualfluence.attribution import evaluate
 
 pytestmark = [pytest.mark.thorough, pytest.mark.host]
@@ -118,6 +121,38 @@ def test_audit_of_a_table_of_numbers_and_names(tmp_path):
     assert (first["kind"], first["index"], first["given"]) == ("label", "4", "50.5")
 
 
+def test_whole_numbers_of_a_table_are_what_task_says(tmp_path):
+    rows = [[k, f"{k / 7:.16f}", 30 * k] for k in range(30)]
+    path = _table(tmp_path / "t.csv", [["label", "long", "short"], *rows])
+    out = _run("audit", "--data", path, "--out", tmp_path / "o")
+    assert "--task on the command line" in str(out.exception)
+    out = _run("audit", "--data", path, "--task", "regression", "--out", tmp_path / "o")
+    assert out.exit_code == 0, out.output
+    page = (tmp_path / "o" / "findings.html").read_text()
+    assert re.search(r"30 training points\. .* targets? looks? wrong", page)
+    assert re.search(r"long\s\d\.\d{1,4}, short\s\d+<", page)
+    out = _run("audit", "--data", _file(tmp_path), "--task", "regression", "--out", tmp_path / "o")
+    assert "--task: the targets of an .npz" in str(out.exception)
+
+
+def test_long_texts_on_a_page_end_with_a_word():
+    shown = Shown([" ".join(["word"] * 100), "z" * 500], None)
+    assert shown("train", 0).endswith("word …</div>")
+    assert shown("train", 1).count("z") == LETTERS
+
+
+def test_the_page_tells_wrong_labels_of_both_splits_apart():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(60, 2)), np.arange(60) % 2
+    x[:, 0] += 8 * y
+    given, asked = y.copy(), y.copy()
+    given[3], asked[[3, 5, 8]] = 1 - y[3], 1 - y[[3, 5, 8]]
+    found = dfl.audit(None, x, given, x_test=x, y_test=asked)
+    words = _summary(found)
+    assert "<b>1 label looks wrong; about 1 of these" in words
+    assert "In the test set 2 labels look wrong." in words
+
+
 @pytest.mark.parametrize(
     ("text", "options", "words"),
     [
@@ -125,6 +160,13 @@ def test_audit_of_a_table_of_numbers_and_names(tmp_path):
         ("label,x\n", (), "expected rows"),
         ("label,x\na,1\nb\n", (), "expected 2 columns"),
         ("label,x\na,\nb,2\na,3\n", (), "1 of 3 cells are empty"),
+        ("label,x\n" + "a,1\na,2\n" * 3, (), "expected at least two classes, got one: ['a']"),
+        ("label,x\n" + "a,1\nb,1\n" * 3, (), "all 6 points are equal"),
+        ("label,x\nnan,1\nb,2\nb,3\n", (), "y: 1 of 3 (at 0) is missing"),
+        ("label,x\na,1\nb,nan\na,3\nb,4\n", (), "x: column 'x': every entry must be finite"),
+        ("label,x\n" + "".join(f"a,word {k}\n" for k in range(101)), (), "give --text x"),
+        ("label\na\nb\na\n", (), "columns beside that of --label"),
+        ("label,x\n" + "a,so\nb,so\n" * 3, ("--text", "x"), "all 6 points are equal"),
         ("y,x\na,1\nb,2\n", (), "--label: expected one of"),
         ("label,x\na,1\nb,2\n", ("--text", "words"), "--text: expected one of"),
         ("label,x\na,1\nb,2\na,3\n", ("--model", "m:f"), "library's own model"),

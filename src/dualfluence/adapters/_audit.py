@@ -159,9 +159,10 @@ def _given(
     if asked is not None and test_targets is not None:
         _check_length(len(test_targets), count_points(asked), "x_test")
     data = _Data(points, targets, names, asked, test_targets)
+    if points is not None:
+        _check_variety(points)
     if model is None:
         assert points is not None
-        _check_variety(points)
         return from_features(points, targets, names, *data.test())
     source = as_source(model, points)
     if source.network is not None:
@@ -256,7 +257,7 @@ def _task_of(labels: np.ndarray) -> str:
         return "classification"
     raise ValueError(
         f"audit: y: {found} different whole numbers for {len(labels)} points may be classes or amounts. Say "
-        "which: task='classification' or task='regression'."
+        "which: task='classification' or task='regression', --task on the command line."
     )
 
 
@@ -325,7 +326,7 @@ def _estimator(
     test_targets: np.ndarray | None,
 ) -> Evidence:
     """An estimator of scikit-learn or of ours, fitted first where it is not."""
-    from sklearn.base import clone
+    from sklearn.base import clone, is_regressor
     from sklearn.exceptions import NotFittedError
     from sklearn.pipeline import Pipeline
     from sklearn.utils.validation import check_is_fitted
@@ -333,6 +334,13 @@ def _estimator(
     from ._sklearn import _DualEstimator
 
     labels, steps = as_labels(y, "audit: y"), ()
+    if names is not None and labels.dtype.kind not in "biuf" and is_regressor(model):
+        raise TypeError(
+            f"audit: y: {type(model).__name__} predicts numbers, got names: {names[:3].tolist()}. Give a "
+            "classifier, e.g. RidgeClassifier."
+        )
+    if not isinstance(model, Pipeline) and is_text(x):
+        as_matrix(x, "audit: x")  # says what to do with text
     try:
         check_is_fitted(model)
     except NotFittedError:
@@ -348,6 +356,7 @@ def _estimator(
     change = model[:-1].transform if isinstance(model, Pipeline) and len(model) > 1 else None
     seen = _transformed(change, x, "x")
     asked = None if x_test is None else _transformed(change, x_test, "x_test")
+    _check_variety(seen)
     if isinstance(last, _DualEstimator):
         with last.precision():
             yq = None if test_targets is None else last._targets(as_labels_of(names, test_targets))
@@ -429,10 +438,14 @@ def _check_pair(x_test: Any, y_test: Any) -> None:
         raise ValueError("audit: y_test came without x_test. Give both, or x_test alone.")
 
 
-def _check_variety(x: np.ndarray) -> None:
-    if np.all(x == x[0]):
+def _check_variety(x: Any) -> None:
+    """Of arrays; points of other forms are for the model to tell apart."""
+    if is_tree(x) or is_text(x):
+        return
+    array = np.asarray(x)
+    if len(array) and np.all(array == array[:1]):
         raise ValueError(
-            f"audit: x: all {len(x)} points are equal, so that nothing tells them apart."
+            f"audit: x: all {len(array)} points are equal, so that nothing tells them apart."
         )
 
 

@@ -111,10 +111,11 @@ def as_labels(y: Any, what: str) -> np.ndarray:
     if isinstance(y, str) or np.ndim(y) == 0:
         raise TypeError(f"{what}: expected one label per point, got {y!r:.60}.")
     array = np.asarray(y)
-    if isinstance(y, list | tuple) and array.dtype.kind == "U":
+    written = array.dtype.kind == "U" and not isinstance(y, list | tuple)
+    if array.dtype.kind == "U" and not written:
         array = np.asarray(y, object)  # NumPy turns numbers among names into names
     if array.dtype.kind not in "biuf" or array.dtype.kind == "f":
-        gone = missing(array)
+        gone = np.union1d(missing(array), _without_name(array, ("", "nan") if written else ("",)))
         if gone.size:
             raise ValueError(f"{what}: {_first(gone, len(array))} missing. {FILL}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -138,6 +139,14 @@ def missing(array: np.ndarray) -> np.ndarray:
         return np.zeros(0, int)
     flat = array.reshape(len(array), -1)
     gone = [any(_is_missing(v) for v in row) for row in flat]
+    return np.flatnonzero(gone)
+
+
+def _without_name(array: np.ndarray, marks: tuple[str, ...]) -> np.ndarray:
+    """Positions of labels that are no names: blank ones, and "nan" where NumPy has written NaN as text."""
+    if array.dtype.kind not in "UO" or array.ndim != 1:
+        return np.zeros(0, int)
+    gone = [isinstance(v, str) and v.strip() in marks for v in array]
     return np.flatnonzero(gone)
 
 

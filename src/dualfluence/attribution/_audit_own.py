@@ -5,6 +5,7 @@ from collections.abc import Callable
 import numpy as np
 from jaxtyping import Float
 
+from .._support.checks import check_finite
 from .._support.compile import double
 from .._support.types import Inputs, Numbers
 from ..infinite import Dense, Relu, serial
@@ -49,15 +50,23 @@ def _tiles(x: Inputs) -> list[np.ndarray]:
 
 def whole(x: Float[np.ndarray, "n d"]) -> Callable[[np.ndarray], np.ndarray]:
     """All features on one scale: right for pixels, embeddings and counts of words."""
-    size = float(np.sqrt(np.mean(x**2))) or 1.0
+    size = float(_sizes(x.reshape(-1, 1))[0])
     return lambda points: points / size
 
 
 def by_column(x: Float[np.ndarray, "n d"]) -> Callable[[np.ndarray], np.ndarray]:
     """Every feature on its own scale: right for columns of a table."""
-    centre, size = x.mean(axis=0), x.std(axis=0)
-    size = np.where(size > 0, size, 1.0)
+    centre = x.mean(axis=0)
+    size = _sizes(x - centre)
     return lambda points: (points - centre) / size
+
+
+def _sizes(x: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " d"]:
+    """Root mean squares of columns, 1 where a column is 0; squares neither overflow nor vanish."""
+    largest = np.abs(x).max(axis=0)
+    largest = np.where(largest > 0, largest, 1.0)
+    size = largest * np.sqrt(np.mean((x / largest) ** 2, axis=0))
+    return np.where(size > 0, size, 1.0)
 
 
 VIEWS = {"on one scale": whole, "each on its own scale": by_column}
@@ -179,12 +188,19 @@ def _features(
 
     def entries(x1: Inputs, x2: Inputs) -> np.ndarray:
         with double():
-            return over_outputs(kernel(x1, x2))
+            found = over_outputs(kernel(x1, x2))
+        check_finite("audit: kernel", found, hint="Look for points that are not finite.")
+        return found
 
     chosen = np.random.default_rng(0).permutation(len(x))[:MAX_RANK]
     landmarks = x[np.sort(chosen)]
     values, vectors = np.linalg.eigh(entries(landmarks, landmarks))
-    kept = values > len(values) * np.finfo(float).eps * values[-1]
+    kept = values > max(len(values) * np.finfo(float).eps * values[-1], 0)
+    if not kept.any():
+        raise ValueError(
+            "audit: the kernel is 0 at the points, so that nothing tells them apart. Look at the points and "
+            "at the kernel."
+        )
     roots = vectors[:, kept] / np.sqrt(values[kept])
     return lambda points: entries(points, landmarks) @ roots
 

@@ -97,7 +97,12 @@ def fit_ridge(
     centre, mean = features.mean(axis=0), targets.mean(axis=0)
     centred, y = features - centre, targets - mean
     values, vectors = np.linalg.eigh(centred.T @ centred)
-    kept = values > max(values[-1] * NOISE, np.finfo(float).tiny)
+    rounding = (len(y) * np.finfo(float).eps) ** 2 * float(np.sum(features**2))
+    kept = values > max(values[-1] * NOISE, rounding, np.finfo(float).tiny)
+    if not kept.any():
+        raise ValueError(
+            f"audit: all {len(y)} points have the same features, so that nothing tells them apart."
+        )
     values, vectors = values[kept], vectors[:, kept]
     rotated = centred @ vectors
     right, squares, n = rotated.T @ y, rotated**2, len(y)

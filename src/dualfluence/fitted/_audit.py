@@ -32,6 +32,13 @@ def from_fitted(fitted: Fitted, classes: Any, xq: Inputs, yq: Numbers | None) ->
     with fitted.precision():
         fitted = fitted.without_spare_rows()
         targets, as_outputs = _read_targets(fitted, np.asarray(fitted.data.targets))
+        is_classes = np.issubdtype(targets.dtype, np.integer)
+        active = np.asarray(fitted.data.sample_weights) > 0
+        if is_classes and len(np.unique(targets[active])) < 2:
+            raise ValueError(
+                "audit: expected points of at least two classes in the Fitted, got only class "
+                f"{targets[active][0]}."
+            )
         n, x = fitted.data.num_points, fitted.data.x
         probed = np.unique(np.linspace(0, n - 1, min(n, PROBED)).astype(int))
         scores = fitted.attribute(x[probed], fitted.data.targets[probed], progress=False)
@@ -41,7 +48,6 @@ def from_fitted(fitted: Fitted, classes: Any, xq: Inputs, yq: Numbers | None) ->
         if yq is not None:
             prepared = fitted.loss.prepare_targets(yq, fitted.num_outputs, fitted.offset.dtype)
             test_targets = _read_targets(fitted, np.asarray(prepared))[0]
-        is_classes = np.issubdtype(targets.dtype, np.integer)
         return Evidence(
             classes=_names(classes, as_outputs(np.asarray(fitted.outputs)).shape[1])
             if is_classes
@@ -51,7 +57,7 @@ def from_fitted(fitted: Fitted, classes: Any, xq: Inputs, yq: Numbers | None) ->
             left_out=as_outputs(np.asarray(scores.outputs_without)),
             effect=np.sqrt(np.mean(np.asarray(scores.values, float) ** 2, axis=0)),
             near=_distances(fitted, None),
-            active=np.asarray(fitted.data.sample_weights) > 0,
+            active=active,
             without=_leave_out(fitted, everywhere, as_outputs),
             on_scale=_probabilities if _has_logits(fitted) else np.asarray,
             test_targets=test_targets,

@@ -30,6 +30,10 @@ TABLES = (
     "Data as .npz (x, y, xq, yq, perhaps groups), or a table .csv or .tsv, perhaps .gz. "
     "By default mnist-small."
 )
+TASKS = (
+    "For a table: classification or regression. By default numbers with a fraction are regression, "
+    "names and few whole numbers are classification."
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -70,6 +74,7 @@ def register(app: typer.Typer) -> None:
         data: Annotated[Path | None, typer.Option(help=TABLES)] = None,
         label: Annotated[str, typer.Option(help="For a table: column of the labels.")] = "label",
         text: Annotated[str | None, typer.Option(help="For a table: column of texts.")] = None,
+        task: Annotated[str | None, typer.Option(help=TASKS)] = None,
         model: Model = None,
         out: Out = Path("dualfluence-audit"),
         points: Annotated[
@@ -97,6 +102,7 @@ def register(app: typer.Typer) -> None:
                 data,
                 label=label,
                 text=text,
+                task=task,
                 model=model,
                 out=out,
                 points=points,

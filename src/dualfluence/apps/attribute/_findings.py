@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._support.show import count
 from ...attribution import Audit, Finding
 from ...attribution._audit_record import FIELDS, KINDS, TITLES
 from ..page._document import look, write_document
@@ -69,7 +70,10 @@ class Shown:
             return ""
         point = points[index]
         if isinstance(point, str):
-            short = point if len(point) <= LETTERS else point[:LETTERS] + " …"
+            short = point
+            if len(point) > LETTERS:  # ends with a whole word, where words are not endless
+                short = point[:LETTERS].rpartition(" ")[0] or point[:LETTERS]
+                short += " …"
             return f'<div class="wide">{html.escape(short)}</div>'
         shown = look(np.asarray(point), f"{split} point {index}")
         return f'<div class="wide">{shown}</div>' if shown.startswith("<code>") else shown
@@ -97,15 +101,20 @@ def _summary(found: Audit) -> str:
     points = f"{found.num_points:,} training points"
     if found.classes is not None:
         points += f" in {len(found.classes):,} classes"
-    flagged = len(found.flagged)
+    one = "label" if found.classes is not None else "target"
+    flagged, in_test = len(found.flagged), found.counts["label"] - len(found.flagged)
+    test = f" In the test set {_look_wrong(in_test, one)}." if in_test else ""
     if not flagged:
-        return f"{points}. No label looks wrong."
-    labels = "labels" if found.classes is not None else "targets"
+        return f"{points}. None of their {one}s looks wrong.{test}"
     return (
-        f"{points}. <b>{flagged:,} {labels} look wrong; about {found.expected_precision * flagged:,.0f} of "
-        f"these should be</b>, by predictions at each point that have not seen it. In all of the set, about "
-        f"{found.wrong.sum():,.0f} {labels} should be wrong."
+        f"{points}. <b>{_look_wrong(flagged, one)}; about {found.expected_precision * flagged:,.0f} of "
+        f"these should be</b>, by predictions at each point that have not seen it. In all of the training "
+        f"set, about {found.wrong.sum():,.0f} {one}s should be wrong.{test}"
     )
+
+
+def _look_wrong(number: int, one: str) -> str:
+    return f"{count(number, one)} look{'s' if number == 1 else ''} wrong"
 
 
 def _seconds(found: Audit) -> str:

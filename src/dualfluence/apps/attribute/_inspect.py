@@ -22,6 +22,7 @@ def inspect(
     *,
     label: str,
     text: str | None,
+    task: str | None,
     model: str | None,
     out: Path,
     points: int | None,
@@ -39,11 +40,12 @@ def inspect(
             raise ValueError("--model: a table is audited with the library's own model.")
         rows = read_table(path, label, text, points)
         report(f"leaving out each of {len(rows.y)} points")
-        found = audit(
-            None, rows.x, rows.y, encoder=HashedText() if rows.is_text else None, **limits
-        )
+        encoder = HashedText() if rows.is_text else None
+        found = audit(None, rows.x, rows.y, encoder=encoder, task=task, **limits)
         write_findings(found, path.name, Shown(rows.shown, None), page, table)
         return found, [page, table]
+    if task is not None:
+        raise ValueError("--task: the targets of an .npz are classes if they are whole numbers.")
     data = load_data(path, points=points, queries=queries)
     written, result = [page, table], None
     if len(data.x) <= MOST_EXPLORED:

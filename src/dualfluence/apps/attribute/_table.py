@@ -8,6 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ...adapters._tables import MOST_NAMES
+
+SHOWN_DIGITS = 6
+"""Letters of a number up to which a page shows all of it."""
+
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
 
@@ -64,8 +69,32 @@ def read_table(path: Path, label: str, text: str | None, points: int | None) -> 
             if k != at
         }
     )
-    shown = [", ".join(f"{n} {row[k]}" for k, n in enumerate(names) if k != at) for row in rows]
+    _check_features(path, columns)
+    shown = [
+        ", ".join(f"{n}\N{NO-BREAK SPACE}{_short(row[k])}" for k, n in enumerate(names) if k != at)
+        for row in rows
+    ]
     return Table(columns, y, shown, False)
+
+
+def _short(cell: str) -> str:
+    """A long number by its first digits."""
+    try:
+        return f"{float(cell):.4g}" if len(cell) > SHOWN_DIGITS else cell
+    except ValueError:
+        return cell
+
+
+def _check_features(path: Path, columns: Columns) -> None:
+    """There are some, and none of them is a text: those need an option."""
+    if not columns:
+        raise ValueError(f"{path}: expected columns beside that of --label, got none.")
+    for name, values in columns.items():
+        if values.dtype.kind == "U" and len(np.unique(values)) > MOST_NAMES:
+            raise ValueError(
+                f"{path}: column {name} has {len(np.unique(values))} different texts, expected numbers or at "
+                f"most {MOST_NAMES} names. If it is the text to look at, give --text {name}; else drop it."
+            )
 
 
 def _rows(path: Path) -> list[list[str]]:

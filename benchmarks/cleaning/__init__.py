@@ -1,0 +1,1 @@
+"""Data sets, planted errors and methods of `benchmarks/audit.py`."""
