@@ -32,6 +32,7 @@ from kernels import peak_above, resident
 
 OURS = "ours, trajectory"
 OURS_LAST = "ours, last checkpoint"
+OURS_POINTS = "ours, single points"
 
 MOMENTUM = 0.9
 
@@ -66,6 +67,7 @@ def bench_attribution(
     rank: int = 100,
     projection: int = 512,
     repeats: int = 2,
+    only: str = "",
     seed: int = 0,
 ) -> dict[str, Any]:
     """Times, peak memory and agreement of every method; the dampings of other methods are chosen in
@@ -81,11 +83,17 @@ def bench_attribution(
     - `hidden`, `steps`, `rate`: of the network and of gradient descent with momentum 0.9.
     - `subsets`, `loo_points`: number of random halves, and of single points, without which the network
       is retrained.
+    - `repeats`: repeated calls that are timed; with 0 only the agreement is measured, from one call.
+    - `only`: methods whose names begin like this.
     - `rank`, `projection`: of Arnoldi and Nyström, and of projected TRAK.
     """
     problem = _make_problem(points, queries, hidden, side, steps, rate, subsets, loo_points, seed)
     methods = _methods(problem, rank, projection)
-    chosen = [_best(name, tried, problem, repeats) for name, tried in methods.items()]
+    chosen = [
+        _best(name, tried, problem, repeats)
+        for name, tried in methods.items()
+        if name.startswith(only)
+    ]
     return {
         "benchmark": "attribution",
         "machine": {**describe_machine(), "cores": num_cores()},
@@ -124,13 +132,16 @@ def _methods(problem: Problem, rank: int, projection: int) -> dict[str, list[Can
     found: dict[str, list[Candidate]] = {
         name: [Candidate(name, "", partial(_ours, t, problem.data))] for name, t in ours.items()
     }
+    whole = trajectory(checkpoints, list(problem.saved))
+    points = partial(_ours, whole, problem.data, question="point")
+    found[OURS_POINTS] = [Candidate(OURS_POINTS, "", points)]
     for candidate in candidates(trained, rank=rank, projections=(None, projection)):
         found.setdefault(candidate.name, []).append(candidate)
     return found
 
 
-def _ours(trajectory: Trajectory, data: tuple[Any, ...]) -> np.ndarray:
-    return np.asarray(trajectory.attribute(*data, probes=None, progress=False).values)
+def _ours(trajectory: Trajectory, data: tuple[Any, ...], **options: Any) -> np.ndarray:
+    return np.asarray(trajectory.attribute(*data, probes=None, progress=False, **options).values)
 
 
 def _best(name: str, tried: list[Candidate], problem: Problem, repeats: int) -> dict[str, Any]:
@@ -148,6 +159,8 @@ def _best(name: str, tried: list[Candidate], problem: Problem, repeats: int) -> 
         return {"method": name, "settings": {}, "lds": None, "note": "diverged"}
     best = max(found, key=lambda setting: found[setting][0]["lds"])
     facts, candidate = found[best]
+    if not repeats:
+        return {"method": name, "setting": best, **facts, "seconds_first": first}
     return {
         "method": name,
         "setting": best,
@@ -344,10 +357,14 @@ def _name_points(ax: Any, points: list[tuple[str, float, float, str]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=500, help="training images")
-    parser.add_argument("--repeats", type=int, default=7, help="repeated calls")
+    parser.add_argument("--repeats", type=int, default=7, help="repeated calls; 0: agreement alone")
     parser.add_argument("--out", type=Path, help="JSON file, with two plots beside it")
+    parser.add_argument("--only", default="", help="methods whose names begin like this")
     args = parser.parse_args()
-    result = bench_attribution(points=args.points, repeats=args.repeats)
+    result = bench_attribution(points=args.points, repeats=args.repeats, only=args.only)
+    if not args.repeats:
+        write_json(args.out, result)
+        return
     Console().print(attribution_table(result))
     if args.out is not None:
         write_json(args.out, result)

@@ -1,5 +1,9 @@
 """Scores by few directions of outputs per point: limits, brute force, means over draws, memory, bad input."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,6 +174,15 @@ def test_a_vocabulary_of_outputs_needs_nothing_of_its_square():
     assert got.stats["probes"] == "RandomProbes(m=8, seed=0)"
     own = np.argmax(got.values, axis=1)
     np.testing.assert_array_equal(own, [0, 1])  # nothing helps a point as itself does
+
+
+@pytest.mark.thorough
+@pytest.mark.host
+def test_a_vocabulary_of_outputs_fits_in_memory_for_less_than_its_square():
+    command = [sys.executable, str(Path(__file__).with_name("vocabulary_worker.py"))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "bounded"
 
 
 @pytest.mark.parametrize(

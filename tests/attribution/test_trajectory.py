@@ -139,6 +139,26 @@ def test_a_diagonal_metric_enters_the_kernel():
     np.testing.assert_allclose(got, want, rtol=1e-8, atol=1e-10)
 
 
+def _diagonals(change):
+    ones = [jax.tree.map(jnp.ones_like, _params(k)) for k in range(2)]
+    return change(ones)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: d[:1], "2 checkpoints but 1 preconditioners"),
+        (lambda d: [d[0], d[1][:1]], "preconditioner 1 has another tree"),
+        (lambda d: [d[0], [d[1][0].T, d[1][1]]], r"preconditioner 1, params\[0\] has shape"),
+        (lambda d: [d[0], [-d[1][0], d[1][1]]], "preconditioner 1 must be finite and at least 0"),
+        (lambda d: [[d[0][0] * np.nan, d[0][1]], d[1]], "preconditioner 0 must be finite"),
+    ],
+)
+def test_a_preconditioner_that_does_not_fit_is_refused(change, words):
+    with pytest.raises(ValueError, match=words):
+        _run(preconditioner=_diagonals(change)).attribute(*_data(), progress=False)
+
+
 def test_leverage_is_leave_one_out_in_closed_form():
     run = _run(checkpoints=1)
     x, y, xq, yq = _data()

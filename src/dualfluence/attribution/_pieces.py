@@ -23,6 +23,11 @@ class Pieces:
         self._folder = None if folder is None else Path(folder)
         self._fingerprint = fingerprint
 
+    @property
+    def kept(self) -> bool:
+        """Whether pieces are written."""
+        return self._folder is not None
+
     def get(
         self, name: str, compute: Callable[[], Any], tag: Callable[[], str] = lambda: ""
     ) -> Any:

@@ -79,6 +79,12 @@ class RandomProbes:
 Probes = LeadingProbes | RandomProbes
 
 
+def key_of(probes: Any, run: int, checkpoint: int) -> Array:
+    """The key of a checkpoint's random probes."""
+    seed = probes.seed if isinstance(probes, RandomProbes) else 0
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), run), checkpoint)
+
+
 def root_blocks(factor: AbstractFactor, f: Float[Array, "n c"]) -> Float[Array, "n c r"]:
     """`R` as blocks, without empty columns."""
     n, c = f.shape

@@ -17,20 +17,21 @@ from jaxtyping import Array, PyTree
 from .._support.archive import digest_of_all
 from .._support.checks import check_finite, check_queries, check_rows
 from .._support.compile import jit
-from .._support.options import ProgressFn, Ticker, check_worker
+from .._support.options import ProgressFn, Ticker, check_choice, check_worker
 from .._support.points import Form, form_of, shown
 from .._support.show import Shown
 from .._support.types import AnyPath, ApplyFn, Inputs, Numbers, Trainable
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
-from ..losses import AbstractLoss
+from ..losses import AbstractLoss, TokenCrossEntropy
 from ..operators._base import Device, as_mesh
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
 from ._checkpoint import PROJECTED_RANK, checkpoint_scores
 from ._mesh import check_mesh, mesh_scores
 from ._pieces import Pieces
-from ._probes import Probes, RandomProbes, said_of
+from ._points import QUESTIONS, check_point, point_notes, scores_of_points
+from ._probes import Probes, key_of, said_of
 from ._token_runs import as_sequences, probes_of, token_shares
 
 KAPPA = 3.0
@@ -122,6 +123,12 @@ class Trajectory(Shown):
             )
         if not (np.isfinite(self.kappa) and self.kappa > 0):
             raise ValueError(f"Trajectory: kappa must be a positive number, got {self.kappa}.")
+        held = self.preconditioner
+        if held is not None and not callable(held) and len(held) != steps.size:
+            raise ValueError(
+                f"Trajectory: {steps.size} checkpoints but {len(held)} preconditioners. Give one for each, "
+                "a tree like the parameters, or a function of k; adapters.adam_record makes them."
+            )
         if not callable(self.checkpoints):
             if len(self.checkpoints) != steps.size:
                 raise ValueError(
@@ -149,9 +156,7 @@ class Trajectory(Shown):
 
     def ridge(self, k: int) -> float:
         """`λ_t = 1/(κ η s_t)` plus the weight decay, `η` the learning rate over one minus the momentum."""
-        rate = np.broadcast_to(np.asarray(self.learning_rate, float), (self.num_checkpoints,))[k]
-        stopped = (1 - self.momentum) / (self.kappa * rate * np.asarray(self.steps)[k])
-        return float(stopped + self.weight_decay)
+        return 1 / (self.kappa * self._time(k)) + self.weight_decay
 
     def checkpoint(self, k: int) -> PyTree:
         """The k-th parameters, checked."""
@@ -159,20 +164,34 @@ class Trajectory(Shown):
         check_checkpoint(k, params, params)
         return params
 
+    def _time(self, k: int) -> float:
+        """Steps before the k-th checkpoint times the learning rate over one minus the momentum."""
+        rate = np.broadcast_to(np.asarray(self.learning_rate, float), (self.num_checkpoints,))[k]
+        return float(rate * np.asarray(self.steps)[k] / (1 - self.momentum))
+
     def model(self, k: int) -> Linearized:
         """The network linearised at the k-th checkpoint, in the metric of the optimiser."""
+        model = self._with_diagonal(k)
+        return model if model.scale is None else model.in_scale()
+
+    def _with_diagonal(self, k: int) -> Linearized:
+        """The network linearised at the k-th checkpoint; its `scale` is the optimiser's diagonal."""
         params = self.checkpoint(k)
         if self.preconditioner is None:
             return linearize(self.apply_fn, params, trainable=self.trainable)
         held = self.preconditioner
         diagonal = held(k) if callable(held) else held[k]
         _check_same_tree(f"preconditioner {k}", diagonal, params)
-        if any(bool((jnp.asarray(leaf) < 0).any()) for leaf in jax.tree.leaves(diagonal)):
-            raise ValueError(f"Trajectory: preconditioner {k} has negative entries.")
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(diagonal)]
+        if not all(bool((np.isfinite(leaf) & (leaf >= 0)).all()) for leaf in leaves):
+            raise ValueError(
+                f"Trajectory: preconditioner {k} must be finite and at least 0 in every entry: the diagonal "
+                "of the optimiser's step, for Adam 1/(√v̂ + ε)."
+            )
         model = linearize(self.apply_fn, params, trainable=self.trainable)
         rows = zip(jax.tree.leaves(diagonal), jax.tree.leaves(params), model.trainable, strict=True)
         scale = tuple(jnp.asarray(d).astype(p.dtype) for d, p, used in rows if used)
-        return replace(model, scale=scale).in_scale()
+        return replace(model, scale=scale)
 
     def attribute(
         self, x: Inputs, y: Numbers, xq: Inputs, yq: Numbers | None = None, **options: Any
@@ -190,6 +209,7 @@ def attribute_runs(
     *,
     loss: AbstractLoss | None = None,
     of: str | Callable[[Array, Array], Array] = "loss",
+    question: str = "subset",
     probes: str | int | Probes | None = "auto",
     method: str = "outputs",
     leverage: bool = False,
@@ -213,6 +233,11 @@ def attribute_runs(
     - `loss`: that of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the network
       returns `(n, T, V)`.
     - `of`: what is measured, as in `Fitted.attribute`.
+    - `question`: `"subset"` ranks points by what subsets of them do to a network trained anew: the mean over
+      checkpoints. `"point"` is what leaving out one point does to these very runs, in the unit of the
+      quantity: backwards through the checkpoints, of which the last must be the end of training. The best
+      scores for one question are not the best for the other. `kappa`, `combine`, `leverage`, `method`,
+      `worker` and `mesh` belong to `"subset"`.
     - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
       all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most
@@ -248,13 +273,25 @@ def attribute_runs(
         raise ValueError(
             f"Trajectory: combine must be one of {', '.join(COMBINE)}, got {combine!r}."
         )
+    check_choice("Trajectory: question", question, QUESTIONS)
     devices = None if mesh is None else as_mesh(mesh)
+    if question == "point":
+        check_point(method, leverage, tokens, worker, devices)
     if devices is not None:
         check_mesh(folder, method, devices)
     runs, loss = as_sequences(runs, x, y, xq, yq, loss)
     data = _check_data(runs[0], x, y, xq, yq, loss, of)
     use, why = probes_of(probes, data, loss, method, leverage, tokens, devices)
-    options = _Options(loss, method, use, leverage, combine, rank, devices, tokens)
+    options = _Options(loss, method, use, leverage, combine, rank, devices, tokens, question)
+    if question == "point":
+        if isinstance(loss, TokenCrossEntropy):
+            raise ValueError(
+                'Trajectory: question="point" is not available for sequences of tokens.'
+            )
+        pieces = Pieces(folder, _fingerprint(data, options))
+        values, beside = scores_of_points(runs, data, loss, use, pieces, _digest_run, progress)
+        seconds = time.perf_counter() - start
+        return _result(values, runs, data, options, why, beside, seconds)
     every = [(r, k) for r, run in enumerate(runs) for k in range(run.num_checkpoints)]
     work = _share(every, worker, folder)
     pieces = Pieces(folder, _fingerprint(data, options))
@@ -327,6 +364,7 @@ class _Options:
     rank: int
     mesh: Mesh | None = None
     tokens: bool = False
+    question: str = "subset"
 
 
 BESIDE = 2
@@ -380,8 +418,7 @@ def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array],
 
 def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> Array:
     """`S_t` with root mean square one for every query, behind what is said of its probes."""
-    seed = options.probes.seed if isinstance(options.probes, RandomProbes) else 0
-    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), r), k)
+    key = key_of(options.probes, r, k)
     given = (run.model(k).reading(data.form), data.x, data.targets, data.xq, data.quantity)
     how: dict[str, Any] = {"loss": options.loss, "ridge": run.ridge(k), "key": key}
     how |= {"probes": options.probes, "leverage": options.leverage}
@@ -423,20 +460,23 @@ def _result(
     seconds: float,
 ) -> Attribution:
     steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
-    notes = (
+    point = options.question == "point"
+    notes: tuple[str, ...] = (
         "scores are scaled to one size per query and checkpoint and averaged: they rank "
         "training points for one query, and have no unit",
         f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
         "closed-form leave-one-out" if options.leverage else "first-order effects",
         *SHRUNK_NOTE[: options.combine == "shrunk"],
         *([PROJECTED_NOTE] if options.method == "projected" else []),
-        *said_of(options.probes, why, *beside),
     )
+    if point:
+        notes = point_notes(len(runs), steps)
+    notes = (*notes, *said_of(options.probes, why, *beside))
     return Attribution(
         values=values,
         of=data.quantity.name,
         direction=data.quantity.direction,
-        unit=None,
+        unit="change of the quantity" if point else None,
         notes=notes,
         stats={
             "seconds": seconds,
@@ -445,7 +485,8 @@ def _result(
             "left_out": float(beside[0]),
             "agreement": float(beside[1]),
             "leverage": options.leverage,
-            "combine": options.combine,
+            "combine": None if point else options.combine,
+            "question": options.question,
             "runs": len(runs),
         },
         x=shown(data.x, data.form),
@@ -472,7 +513,7 @@ def _check_same_tree(name: str, params: PyTree, like: PyTree) -> None:
     if jax.tree.structure(params) != jax.tree.structure(like):
         raise ValueError(
             f"Trajectory: {name} has another tree, {jax.tree.structure(params)}, than the parameters, "
-            f"{jax.tree.structure(like)}. All checkpoints must be of one network."
+            f"{jax.tree.structure(like)}. Everything must belong to one network."
         )
     for (path, leaf), (_, other) in zip(
         jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(like), strict=True
@@ -499,6 +540,7 @@ def _fingerprint(data: _Data, options: _Options) -> str:
         options.leverage,
         options.rank if options.method == "projected" else 0,
         options.tokens,
+        *([options.question] if options.question != "subset" else []),
     ]
     arrays = (data.x, data.targets, data.xq, data.quantity.targets)
     return json.dumps([digest_of_all(arrays), *map(str, said)])
