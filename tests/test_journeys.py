@@ -254,7 +254,8 @@ def command_lines(start):
     """`(page, line)` for everything shown that begins with this word."""
     for page in PAGES:
         text = page.read_text()
-        shown = [line for block in SHELL.findall(text) for line in block.splitlines()]
+        blocks = [block.replace("\\\n", " ") for block in SHELL.findall(text)]
+        shown = [line for block in blocks for line in block.splitlines()]
         shown += INLINE.findall(text)
         if page.parent.name == "results":
             shown += [f"dualfluence reproduce {rest}" for rest in AFTER.findall(text)]

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from .._support.compile import HIGHEST, jit
-from ._base import AbstractKernelOperator, AbstractWrapper, Layout
+from ._base import AbstractKernelOperator, Layout
 from ._dense import DenseOperator, KroneckerOperator
 
 
-class BorderedOperator(AbstractWrapper):
+class BorderedOperator(AbstractKernelOperator):
     """`[[K, C], [Cᵀ, D]]`: `K` stays unchanged and in its place; only the border is new.
 
     `C` is `(n·c, m·c)`, or `(n, m)` when `K` and `D` are Kronecker.
@@ -29,13 +29,28 @@ class BorderedOperator(AbstractWrapper):
         return Layout((*old.blocks, *new.blocks), old.sharding)
 
     @property
-    def rank(self) -> None:
-        """None, whatever `K` has: a border has entries."""
-        return None
+    def in_memory(self) -> bool:
+        return self.op.in_memory
+
+    @property
+    def is_kronecker(self) -> bool:
+        return self.op.is_kronecker
+
+    @property
+    def product_precision(self) -> jax.lax.Precision | None:
+        return self.op.product_precision
 
     @property
     def grows(self) -> bool:
         return True
+
+    @property
+    def num_outputs(self) -> int:
+        return self.op.num_outputs
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.op.dtype
 
     @property
     def num_points(self) -> int:
