@@ -58,8 +58,9 @@ def failures(*arguments):
     return found["failures"]
 
 
-@pytest.mark.parametrize("bits", [32, 64])
+@pytest.mark.parametrize("bits", [32, pytest.param(64, marks=pytest.mark.thorough)])
 def test_ordinary_calls(bits):
+    """In float32 by default: nearly every other test is in float64."""
     assert failures("slice", bits) == []
 
 
