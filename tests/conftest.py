@@ -23,8 +23,8 @@ QUICK_CODE = "xla_cpu_use_fusion_emitters"
 """Without it XLA writes loops itself instead of passing them through MLIR: the suite compiles in a third of
 the time."""
 ONE_PART = "xla_cpu_parallel_codegen_split_count"
-"""Parts of a program that are compiled side by side. The programs here are small, and each part costs time: with
-one, the suite takes a sixth less."""
+"""Parts of a program that are compiled side by side. The programs here are small, and each part costs
+time: with one, the suite takes a sixth less."""
 
 
 def compiler_has(flag):

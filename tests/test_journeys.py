@@ -84,11 +84,13 @@ def test_the_readme(tmp_path, bits, monkeypatch):
 @pytest.mark.thorough
 @pytest.mark.parametrize("page", [*TUTORIALS, *OTHERS], ids=lambda page: page.name)
 def test_a_page(tmp_path, page):
-    """Both ways print the same lines, up to numbers."""
+    """Both ways print the same lines, up to numbers, but for one: `verify` says that it cannot compute digits
+    of a float64 kernel again in float32."""
     told = {}
     for bits in (64, 32):
         (tmp_path / str(bits)).mkdir()
-        told[bits] = journey(tmp_path / str(bits), page, bits).splitlines()
+        printed = journey(tmp_path / str(bits), page, bits).splitlines()
+        told[bits] = [line for line in printed if not line.startswith("ON TRUST: the digits of K")]
     masked = [[NUMBER.sub("#", line) for line in told[bits]] for bits in (64, 32)]
     assert len(masked[0]) == len(masked[1])
     same = sum(one == other for one, other in zip(*masked, strict=True))

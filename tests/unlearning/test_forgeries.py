@@ -240,7 +240,9 @@ def test_files_that_are_none_are_refused_with_the_words_and_limits_of_load(folde
     path = folder / "last.npz"
     whole = path.read_bytes()
     with np.load(path) as arrays:
-        at = whole.index(arrays["alpha"].tobytes()) + 5  # of a number; some bytes of an archive mean nothing
+        at = (
+            whole.index(arrays["alpha"].tobytes()) + 5
+        )  # of a number; some bytes of an archive mean nothing
     files = {
         "empty": b"",
         "text": b"not an archive",

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..._support.compile import HIGHEST, filter_jit
+from ..._support.types import AnyArray
 from ...losses import AbstractFactor
 from ...operators import AbstractKernelOperator, DenseOperator
 from ...problem._objective import Problem, State
@@ -294,7 +295,7 @@ def _relative(defect: Array, rhs: Array) -> Float[Array, ""]:
 
 
 def _at_all_rows(
-    state: State, delta_r: Float[Array, "r c"], keep: np.ndarray, gone: np.ndarray
+    state: State, delta_r: Float[AnyArray, "r c"], keep: np.ndarray, gone: np.ndarray
 ) -> Float[Array, "n c"]:
     """`Δα` of the retained points, and `−α` at the removed ones."""
     return jnp.zeros_like(state.alpha).at[keep].set(delta_r).at[gone].set(-state.alpha[gone])
