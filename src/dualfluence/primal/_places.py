@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from .._support.compile import PRECISION
-from .._support.types import AnyArray, AnyLeaf, Leaves
+from .._support.types import AnyLeaf, Leaves
 from ..kernels._linearized import Linearized
 from ..kernels._params import split_params
 from ..kernels._program import trace_program
@@ -71,8 +71,8 @@ class Place:
             lefts.append(scale_product(env, scalars, sign, dtype).reshape(1, 1, 1))
         return jnp.concatenate(lefts, axis=-1), pairs[0][1].astype(dtype)
 
-    def gather(self, leaves: Sequence[AnyArray | None]) -> Array:
-        """The leaves as `(b, m, n)`."""
+    def gather(self, leaves: Sequence[Any]) -> Array:
+        """The leaves as `(b, m, n)`; those of other places are not read, and may be `None`."""
         b, _, _, n = self.sizes
         parts = [
             jnp.reshape(leaves[k], (-1,))[order].reshape(b, m, n)
