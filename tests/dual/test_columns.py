@@ -35,8 +35,8 @@ def _retrained(fitted, weights):
     return np.linalg.solve(A, x.T @ (w[:, None] * y))
 
 
-@pytest.mark.parametrize("ridge", [1e-3, 1e-6])
-def test_bounds_of_one_step_are_those_of_an_edit_with_hundreds_of_points(ridge):
+@pytest.mark.parametrize(("ridge", "most"), [(1e-3, 1.3), (1e-6, 2)])
+def test_bounds_of_one_step_are_those_of_an_edit_with_hundreds_of_points(ridge, most):
     fitted, groups = _fit(300, 2, ridge), [[0], list(range(10)), list(range(150))]
     # A committed edit leaves a sum of products behind, whose rounding later bounds have to carry.
     fitted = fitted.edit(dfl.Reweight([299], [2.0])).commit()
@@ -44,8 +44,10 @@ def test_bounds_of_one_step_are_those_of_an_edit_with_hundreds_of_points(ridge):
     got = reweighted(fitted, weights)
     for j, group in enumerate(groups):
         one = fitted.edit(dfl.Remove(group), solver=dfl.CG())
-        # The same iteration; its sums are added up in another order.
-        np.testing.assert_allclose(got.distance_bound[j], one.certificate.distance_bound, rtol=0.3)
+        # The same iteration with sums in another order. At the small ridge most of the bound is what CG
+        # leaves at its tolerance, divided by the ridge. A compiler's option changed that by a factor of 1.4.
+        near = got.distance_bound[j] / one.certificate.distance_bound
+        assert 1 / most <= near <= most
         off = fitted.x.T @ got.alpha[:, :, j] - _retrained(fitted, weights[:, j])
         assert np.linalg.norm(off) <= got.distance_bound[j]
 
