@@ -21,7 +21,6 @@ import numpy as np
 import dualfluence as dfl
 from dualfluence.apps.compare._networks import fully_connected
 from dualfluence.dual._model import problem_on_device
-from dualfluence.linalg._inverse import folded
 
 
 def median_seconds(call, repeats):
@@ -37,7 +36,7 @@ def median_seconds(call, repeats):
 def cholesky_seconds(fitted, repeats):
     """One factor of the fit's own `B = λI + RᵀKR`."""
     factor = problem_on_device(fitted).factor(fitted.state)
-    B = folded(fitted.kernel_op.matrix, fitted.num_outputs, factor)
+    B = factor.folded(fitted.kernel_op.matrix, fitted.num_outputs)
     B = B + fitted.ridge * jnp.eye(B.shape[0], dtype=B.dtype)
     return median_seconds(lambda: jax.scipy.linalg.cho_factor(B, lower=True)[0], repeats)
 

@@ -198,3 +198,42 @@ def test_a_ring_and_a_type_question_are_seen():
     assert cycle(graph(ring)) is not None
     assert list(type_questions("isinstance(op, (DenseOperator, int))")) == ["DenseOperator"]
     assert list(type_questions("isinstance(p, NoPreconditioner)")) == ["NoPreconditioner"]
+
+
+def names_of(source):
+    """What a module defines or imports at its top level."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        else:
+            stored = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+            yield from (n.id for n in stored if isinstance(n.ctx, ast.Store))
+
+
+def missing_names(source, known):
+    """Names that a script imports from the package and that are not there."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dualfluence."):
+            path = node.module.removeprefix("dualfluence.")
+            inside = known.get(path, known.get(f"{path}.__init__"))
+            for alias in node.names:
+                submodule = {f"{path}.{alias.name}", f"{path}.{alias.name}.__init__"} & set(known)
+                if not submodule and (inside is None or alias.name not in names_of(inside)):
+                    yield f"{path}.{alias.name}"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "scripts"])
+def test_scripts_import_what_the_package_has(folder):
+    """No test runs a benchmark at its size, so that a name that moved would be seen by its next user."""
+    known, scripts = modules(), sorted((PACKAGE.parents[1] / folder).rglob("*.py"))
+    assert scripts
+    assert {
+        s.name: found for s in scripts if (found := [*missing_names(s.read_text(), known)])
+    } == {}
+
+
+def test_a_name_that_moved_is_seen():
+    found = missing_names("from dualfluence.linalg import folded, lanczos", modules())
+    assert list(found) == ["linalg.folded"]
