@@ -109,7 +109,7 @@ def a_record_of_adam(at):
 CLASSIFIER, REGRESSOR = "DualInfluenceClassifier", "DualInfluenceRegressor"
 if f"adapters.{CLASSIFIER}" in names_to_call():
 
-    @row(*each("adapters", REGRESSOR, "fit predict attribute unfit"))
+    @row(*each("adapters", REGRESSOR, "fit predict attribute unfit label_scores fitted_ precision"))
     def ridge_regression_of_scikit_learn(at):
         x, y = np.asarray(at.x), np.asarray(at.y)
         made = adapters.DualInfluenceRegressor(ridge=at.ridge).fit(x, y)
@@ -124,14 +124,22 @@ if f"adapters.{CLASSIFIER}" in names_to_call():
         if at.n == 1:
             return
         np.testing.assert_equal(
-            made.attribute(np.asarray(at.xq), np.asarray(at.yq)).shape, (at.q, at.n)
+            made.attribute(np.asarray(at.xq), np.asarray(at.yq)).values.shape, (at.q, at.n)
         )
+        keep = np.arange(at.n) != 0
+        off = A[0] @ solve(A[keep], y[keep]) - y[0]
+        scores = made.label_scores()
+        np.testing.assert_equal(scores.shape, (at.n,))
+        at.close(scores[0], 0.5 * np.sum(off**2), 2)
+        with made.precision():
+            at.close(made.fitted_.predict(x), A @ solve(A, y))
         made.unfit([0])
         at.close(made.predict(np.asarray(at.xq)), queries @ solve(A[1:], y[1:]), 2)
 
     @row(
         *each("adapters", CLASSIFIER, "fit predict predict_proba decision_function attribute unfit")
     )
+    @row(*each("adapters", CLASSIFIER, "label_scores fitted_ precision"))
     def logistic_regression_of_scikit_learn(at):
         x, labels = np.asarray(at.x), at.labels
         if at.n < 2 or at.c < 2:
@@ -143,7 +151,12 @@ if f"adapters.{CLASSIFIER}" in names_to_call():
         np.testing.assert_allclose(p.sum(1), 1, rtol=1e-5)
         np.testing.assert_array_equal(made.predict(np.asarray(at.xq)), made.classes_[p.argmax(1)])
         assert np.isfinite(made.decision_function(np.asarray(at.xq))).all()
-        np.testing.assert_equal(made.attribute(np.asarray(at.xq)).shape, (at.q, at.n))
+        np.testing.assert_equal(made.attribute(np.asarray(at.xq)).values.shape, (at.q, at.n))
+        scores = made.label_scores()
+        np.testing.assert_equal(scores.shape, (at.n,))
+        assert (scores > 0).all()
+        with made.precision():
+            np.testing.assert_equal(made.fitted_.predict(x).shape[0], at.n)
         if at.n > at.c:
             made.unfit([at.n - 1])
             again = adapters.DualInfluenceClassifier(ridge=at.ridge).fit(x[:-1], labels[:-1])

@@ -344,7 +344,8 @@ def _estimator(
     try:
         check_is_fitted(model)
     except NotFittedError:
-        model = clone(model).fit(x, labels)
+        copy: Any = clone(model)
+        model = copy.fit(x, labels)
         steps = ("the estimator was not fitted: a copy of it was",)
     last = model[-1] if isinstance(model, Pipeline) else model
     if not isinstance(last, _DualEstimator) and type(last).__name__ not in TAKEN:
