@@ -42,6 +42,9 @@ SEEDS, TUNING = 5, 99
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % quantiles of Student's t, by the number of seeds."""
 
+PARTS = ("linear", "strong")
+"""The base models of other methods, chosen for each data set."""
+
 EDGES = np.linspace(0, 1, 11)
 """Of the bins in which stated probabilities are compared with shares."""
 
@@ -257,7 +260,7 @@ def bench(args, record):
     for name, pool in sets.items():
         if name not in record["settings"]:
             record["settings"][name] = tuned(pool, args.smoke)
-            print(name, {k: v["model"] for k, v in record["settings"][name].items()}, flush=True)
+            print(name, *(record["settings"][name][part]["model"] for part in PARTS), flush=True)
             save(record, args.out)
     if args.data_dir is not None and not args.smoke and "texts" not in record:
         record["texts"] = time_texts(args.data_dir, TEXTS)
