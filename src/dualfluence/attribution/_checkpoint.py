@@ -22,6 +22,7 @@ from .._support.compile import HIGHEST, filter_jit
 from .._support.memory import even_size
 from .._support.points import common_dtype
 from ..kernels._linearized import Linearized
+from ..linalg import solve_each
 from ..losses import AbstractLoss, TokenCrossEntropy
 from ..models._low_rank import RandomFeatureSource
 from ..models._sources import NetworkSource
@@ -230,7 +231,7 @@ def _projected(
     W = jnp.einsum("nas,nbs->nab", local.roots, local.roots, precision=HIGHEST)
     W_Q = jnp.einsum("nab,nbc->nac", W, Q, precision=HIGHEST)
     small = jnp.eye(W.shape[1], dtype=W.dtype)[None] - W_Q
-    tau = jnp.linalg.solve(small, local.g[:, :, None])[:, :, 0]
+    tau = solve_each(small, local.g)
     return jnp.dot(
         solved.T, jnp.einsum("nc,ncr->rn", tau, phi, precision=HIGHEST), precision=HIGHEST
     )

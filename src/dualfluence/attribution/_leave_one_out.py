@@ -25,7 +25,7 @@ from .._support.memory import total_memory
 from .._support.types import AnyArray
 from ..dual._model import TrainedModel, problem_on_device
 from ..dual._reweighted import reweighted
-from ..linalg import AbstractInverse
+from ..linalg import AbstractInverse, each, solve_each
 from ..losses import AbstractFactor, DiagonalFactor, SoftmaxFactor
 from ..operators import DenseOperator, KroneckerOperator, LowRankOperator
 from ..solvers import AbstractPreconditioner
@@ -338,7 +338,7 @@ def _dense_steps(
         X = inverse.columns(points, r, ridge)
         gram = jnp.einsum("kam,kbm->kab", X, X, precision=HIGHEST)
         at_point = jnp.sum(X * half.T[:, None, :], axis=2)
-        share = jnp.linalg.solve(gram, at_point[:, :, None])[:, :, 0]
+        share = solve_each(gram, at_point)
         half = half - jnp.sum(X * share[:, :, None], axis=1).T
     z = inverse.back(half, ridge).reshape(n, r, k)
     delta = (b - factor.mv(z)) / ridge[None, None, :]
@@ -396,11 +396,14 @@ def _softmax_inverse(
     S: Array, factor: SoftmaxFactor, held: _SoftmaxFactors, b: Array, k_b: Array
 ) -> Array:
     """`(λI + WK)⁻¹ b` for columns `b` of shape `(n, c, k)`."""
-    roots = (factor.root_weights * factor.root_probs).T[:, :, None]
+    roots, n = (factor.root_weights * factor.root_probs).T[:, :, None], S.shape[0]
 
     def times_e(v: Array) -> Array:
-        solve = jax.vmap(lambda chol, u: jax.scipy.linalg.cho_solve((chol, True), u))
-        return held.ridge * (roots * solve(held.chols, roots * jnp.swapaxes(v, 0, 1))).swapaxes(
+        def solve(chol: Array, u: Array) -> Array:
+            return jax.scipy.linalg.cho_solve((chol, True), u)
+
+        right = roots * jnp.swapaxes(v, 0, 1)
+        return held.ridge * (roots * each(solve, right[0].size * n, held.chols, right)).swapaxes(
             0, 1
         )
 
@@ -427,7 +430,7 @@ def _softmax_steps(
         base = _softmax_inverse(S, factor, held, b, k_b)
         small = jnp.eye(c, dtype=S.dtype)[None] - factor.hess_mv(held.blocks)
         short = -terms.alpha - base[:, :, 0]
-        tau = held.ridge * jnp.linalg.solve(small[points], short[points][:, :, None])[:, :, 0]
+        tau = held.ridge * solve_each(small[points], short[points])
     rows = jnp.zeros((n, c, k), S.dtype).at[points, :, jnp.arange(k)].set(tau)
     k_rows = S[:, None, points] * tau.T[None]
     delta = base + _softmax_inverse(S, factor, held, rows, k_rows)
@@ -468,7 +471,7 @@ def _low_rank_steps(
         Q = jnp.einsum("kar,rk,kbr->kab", psi, scale, psi, precision=HIGHEST)
         small = jnp.eye(Q.shape[1], dtype=Q.dtype)[None] - _hess_at(terms, points, Q)
         short = -terms.alpha[points] - base
-        tau = ridge[:, None] * jnp.linalg.solve(small, short[:, :, None])[:, :, 0]
+        tau = ridge[:, None] * solve_each(small, short)
     along = along + jnp.einsum("kcr,kc->rk", psi, tau, precision=HIGHEST)
     reading = jnp.dot(vectors, scale * along, precision=HIGHEST)
     return reading, jnp.einsum("kcr,rk->kc", here, reading, precision=HIGHEST)

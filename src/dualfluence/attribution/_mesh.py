@@ -21,7 +21,7 @@ from .._support.types import AnyPath
 from ..kernels import empirical_kernel
 from ..kernels._along import kernel_along
 from ..kernels._linearized import Linearized
-from ..linalg import SpreadCholesky, spread_cholesky
+from ..linalg import SpreadCholesky, solve_each, spread_cholesky
 from ..losses import AbstractLoss
 from ..operators._base import Device, Layout, from_parts, on_each_device, on_mesh
 from ..problem._quantity import Quantity
@@ -228,7 +228,7 @@ def _gain(factor: SpreadCholesky, T: Array, mesh: Mesh) -> Float[Array, "n r"]:
         half = factor.half(T[:, points])
         gram = jnp.einsum("kia,kib->iab", X, X, precision=HIGHEST)
         at_point = jnp.einsum("kia,ki->ia", X, half, precision=HIGHEST)
-        return jnp.linalg.solve(gram, at_point[:, :, None])[:, :, 0]
+        return solve_each(gram, at_point)
 
     parts = jax.lax.map(some, jnp.arange(0, n, each))
     gain = parts.reshape(-1, r)[:n]

@@ -19,6 +19,7 @@ from .._support.compile import HIGHEST
 from .._support.memory import total_memory
 from .._support.options import check_count
 from .._support.types import AnyLeaf
+from ..linalg import spectrum_each
 from ..losses import AbstractFactor
 
 LEADING_WIDTH = 64
@@ -52,7 +53,7 @@ class LeadingProbes:
         """`P`, of shape `(n, c, m)`."""
         roots = root_blocks(factor, f)
         gram = jnp.einsum("ncr,ncs->nrs", roots, roots, precision=HIGHEST)
-        turn = jnp.linalg.eigh(gram)[1][:, :, ::-1][:, :, : self.m]  # eigh sorts upwards
+        turn = spectrum_each(gram)[1][:, :, ::-1][:, :, : self.m]  # the largest first
         return jnp.einsum("ncr,nrm->ncm", roots, turn, precision=HIGHEST)
 
 

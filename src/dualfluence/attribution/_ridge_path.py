@@ -17,7 +17,7 @@ from .._support.compile import HIGHEST, NotFinite, filter_jit
 from .._support.show import Shown, Table
 from .._support.types import Numbers
 from ..dual._model import TrainedModel, problem_on_device
-from ..linalg import spectrum
+from ..linalg import solve_each, spectrum
 from ..losses import DiagonalFactor, SquaredError
 from ..operators import UnsupportedStructure
 from ._leave_one_out import Terms
@@ -223,7 +223,7 @@ def _moves(spectrum: _Spectrum, K_mv: Array, ridge: Array, weights: Float[Array,
     # A⁻¹b = (b − W Q b)/λ.
     base = (b - terms.factor.hess_mv(Q_b)) / lam[:, None]
     small = jnp.eye(b.shape[1], dtype=b.dtype)[None] - terms.factor.hess_mv(Q_own)
-    tau = lam[:, None] * jnp.linalg.solve(small, (-terms.alpha - base)[:, :, None])[:, :, 0]
+    tau = lam[:, None] * solve_each(small, -terms.alpha - base)
     left_out = Q_b + jnp.einsum("nab,nb->na", Q_own, tau, precision=HIGHEST)
     whole = 1 / (spectrum.values + ridge)
     k_all = k_pair[:, :, 0] + ridge * k_pair[:, :, 1]

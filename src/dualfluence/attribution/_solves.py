@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .._support.compile import HIGHEST, jit
+from ..linalg import solve_each
 from ..linalg._inverse import inverse_transpose, solve_lower
 
 
@@ -62,7 +63,7 @@ def along_points(z: Float[Array, "m q"], h: Float[Array, "n r"]) -> Float[Array,
 def own_solve(X: Float[Array, "k r m"], h: Float[Array, "k r"]) -> Float[Array, "k r"]:
     """`C_ii⁻¹h_i` from rows of `L⁻ᵀ`."""
     gram = jnp.einsum("kam,kbm->kab", X, X, precision=HIGHEST)
-    return jnp.linalg.solve(gram, h[:, :, None])[:, :, 0]
+    return solve_each(gram, h)
 
 
 @partial(jit, static_argnames="r")

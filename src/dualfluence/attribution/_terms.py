@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, PyTree
 from .._support.compile import HIGHEST, filter_jit
 from .._support.types import ApplyFn
 from ..kernels._linearized import Linearized
+from ..linalg import each
 from ..losses import AbstractLoss
 from ..problem._quantity import Quantity
 from ._probes import Probes, RandomProbes, root_blocks
@@ -112,11 +113,13 @@ def _in_range(R: Float[Array, "n c r"], g: Float[Array, "n c"]) -> tuple[Array, 
     size = jnp.trace(gram, axis1=1, axis2=2)
     shift = 10 * eps * jnp.where(size > 0, size, 1)
     eye = jnp.eye(gram.shape[1], dtype=R.dtype)
-    chol = jnp.linalg.cholesky(gram + shift[:, None, None] * eye[None])
+    work = gram.shape[1] ** 3
+    chol = each(jnp.linalg.cholesky, work, gram + shift[:, None, None] * eye[None])
+    solve = lambda chol, b: jax.scipy.linalg.cho_solve((chol, True), b)  # noqa: E731
     h, rest = jnp.zeros(R.shape[::2], R.dtype), g
     for _ in range(REFINEMENTS):
         own = jnp.einsum("ncr,nc->nr", R, rest, precision=HIGHEST)
-        h = h + jax.scipy.linalg.cho_solve((chol, True), own[:, :, None])[:, :, 0]
+        h = h + each(solve, work, chol, own)
         rest = g - jnp.einsum("ncr,nr->nc", R, h, precision=HIGHEST)
     norm = partial(jnp.linalg.norm, axis=1)
     return h, norm(rest) > INSIDE * eps * norm(g)

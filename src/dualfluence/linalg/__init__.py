@@ -1,5 +1,10 @@
 """Dense linear algebra: triangular matrices, explicit inverses, Lanczos' method."""
 
+from ._each import cholesky as cholesky
+from ._each import each as each
+from ._each import lower_inverse as lower_inverse
+from ._each import solve_each as solve_each
+from ._each import spectrum_each as spectrum_each
 from ._inverse import AbstractInverse as AbstractInverse
 from ._inverse import CholeskyInverse as CholeskyInverse
 from ._inverse import CholeskySolves as CholeskySolves

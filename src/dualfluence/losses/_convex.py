@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from .._support.checks import as_dtype, as_jax, check_finite
 from .._support.options import check_function
 from .._support.types import Numbers
+from ..linalg import spectrum_each
 from ._losses import AbstractLoss, BlockFactor
 
 FUNCTION_UNITS = 16.0
@@ -76,7 +77,7 @@ class Convex(AbstractLoss):
         self, outputs: Float[Array, "n c"], targets: Array, weights: Float[Array, " n"]
     ) -> BlockFactor:
         hess = jax.vmap(jax.hessian(self.fn))(outputs, targets)
-        values, vectors = jnp.linalg.eigh(0.5 * (hess + jnp.swapaxes(hess, 1, 2)))
+        values, vectors = spectrum_each(0.5 * (hess + jnp.swapaxes(hess, 1, 2)))
         roots = jnp.sqrt(weights.reshape(-1, 1) * jnp.maximum(values, 0))
         return BlockFactor(vectors * roots[:, None, :], self._convexity(outputs, targets, values))
 

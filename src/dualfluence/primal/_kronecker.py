@@ -25,6 +25,7 @@ from .._support.memory import GRADIENT_BYTES
 from .._support.types import Json
 from ..kernels._params import split_params
 from ..kernels._products import cut
+from ..linalg import spectrum_each
 from ._curvature import Curvature, curvature_roots, flat_rows, relative_residuals
 from ._places import EXACT_LIMIT, Places, find_places
 from ._solvers import AbstractPrimalInverse, AbstractPrimalSolver, Solved, check_options
@@ -161,7 +162,7 @@ def _blocks(curvature: Curvature, places: Places, corrected: bool, exact_limit: 
         batches = _Batches(curvature, places)
         lefts, rights, whole = batches.total(lambda p, *parts: _moments(p, exact_limit, *parts))
         bases = [
-            (None if a.ndim == 2 else jnp.linalg.eigh(a)[1], jnp.linalg.eigh(s)[1])
+            (None if a.ndim == 2 else spectrum_each(a)[1], spectrum_each(s)[1])
             for a, s in zip(lefts, rights, strict=True)
         ]
         if corrected:
@@ -176,8 +177,8 @@ def _blocks(curvature: Curvature, places: Places, corrected: bool, exact_limit: 
 
 
 def _kron(a: Array, s: Array) -> Array:
-    a_values = a if a.ndim == 2 else jnp.linalg.eigh(a)[0]
-    return a_values[:, :, None] * jnp.linalg.eigh(s)[0][:, None, :]
+    a_values = a if a.ndim == 2 else spectrum_each(a)[0]
+    return a_values[:, :, None] * spectrum_each(s)[0][:, None, :]
 
 
 def _whole_block(moment: Array) -> Block:

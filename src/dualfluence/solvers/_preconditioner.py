@@ -11,6 +11,7 @@ from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from .._support.compile import filter_jit
+from ..linalg import cholesky, lower_inverse
 from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator, UnsupportedStructure
 
@@ -179,12 +180,12 @@ def _inverse_root(matrix: Float[Array, "r r"]) -> Float[Array, "r r"]:
     shift = SAFE_SHIFT * jnp.finfo(matrix.dtype).eps * jnp.maximum(jnp.trace(matrix), 0)
     # A matrix of zeros has no trace to measure by; any shift makes it definite.
     shift = jnp.where(shift > 0, shift, 1)
-    chol = jnp.linalg.cholesky(matrix)
+    chol = cholesky(matrix)
     # JAX returns NaN at a pivot that is not positive. The second factor is computed only then.
     failed = jnp.isnan(chol).any()
     chol = jax.lax.cond(
         any_column(failed),
-        lambda: jnp.where(failed, jnp.linalg.cholesky(matrix + shift * eye), chol),
+        lambda: jnp.where(failed, cholesky(matrix + shift * eye), chol),
         lambda: chol,
     )
-    return jax.scipy.linalg.solve_triangular(chol, eye, lower=True)
+    return lower_inverse(chol)
