@@ -11,7 +11,8 @@ the ROC curve, the precision among as many points as are wrong, seconds, and the
 Student's t over seeds. With --data-dir there are two more data sets: MNIST, and `descriptions`, one line for
 each package of Debian. These have errors of their own beside the planted ones, which count as false
 alarms; in `own noise` none is planted and the most suspicious 5 % go. Models of other methods are chosen on
-seed 99, which is not reported. `audit` is called with its defaults.
+seed 99, which is not reported. `audit` is called with its defaults, and once more with a ridge model whose
+penalty is chosen on errors by neighbourhood of seeds 95 to 99, one for all classes and one for all numbers.
 
 A run that was stopped goes on where it was: --out keeps every finished case. --merge puts together parts of a
 run that have different --seeds or --sets.
@@ -31,7 +32,16 @@ import cleanlab
 import numpy as np
 import sklearn
 from cleaning.data import PLANT, SHARE, TEXT_COLUMNS, draw_case, pools, read_descriptions
-from cleaning.methods import OURS, choose, linear_models, methods, run, strong_models
+from cleaning.methods import (
+    OURS,
+    STIFFNESS,
+    choose,
+    linear_models,
+    methods,
+    run,
+    stiff,
+    strong_models,
+)
 from measure import num_cores
 
 import dualfluence as dfl
@@ -39,6 +49,7 @@ from dualfluence.apps.compare._machine import environment
 from dualfluence.attribution.evaluate import mislabel_auc
 
 SEEDS, TUNING = 5, 99
+STIFF_SEEDS = (95, 96, 97, 98, 99)
 T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """97.5 % quantiles of Student's t, by the number of seeds."""
 
@@ -70,6 +81,27 @@ def tuned(pool, smoke):
     return found | {"points": len(case.given)}
 
 
+def choose_stiff(sets, smoke):
+    """One `alpha` for all sets of classes and one for numbers, by the mean area under the curve."""
+    tried, seeds = (STIFFNESS[::3], STIFF_SEEDS[:1]) if smoke else (STIFFNESS, STIFF_SEEDS)
+    chosen = {}
+    for part, is_classes in (("classes", True), ("numbers", False)):
+        cases = [
+            draw_case(pool, "by neighbourhood", seed, pool.chosen_on)
+            for pool in sets.values()
+            for seed in seeds
+            if pool.is_classes == is_classes
+        ]
+        if not cases:
+            continue
+        means = {
+            alpha: float(np.mean([mislabel_auc(stiff(alpha)(c)[0], c.wrong) for c in cases]))
+            for alpha in tried
+        }
+        chosen[part] = {"alpha": max(means, key=lambda a: means[a]), "auc": means}
+    return chosen
+
+
 def models_of(pool, settings):
     linear = linear_models(pool.is_classes)[settings["linear"]["model"]]
     strong = strong_models(pool.is_classes, pool.x.shape[1])[settings["strong"]["model"]]
@@ -87,13 +119,13 @@ def without(count, at):
     return kept
 
 
-def planted(pool, settings, kind, seed):
+def planted(pool, settings, alpha, kind, seed):
     """All methods on one draw."""
     case = draw_case(pool, kind, seed)
     linear, strong = models_of(pool, settings)
     n, wrong = len(case.given), case.wrong
     count, rows = int(wrong.sum()), {}
-    for name, method in methods(linear, strong, seed, pool.is_classes).items():
+    for name, method in methods(linear, strong, alpha, seed, pool.is_classes).items():
         found = run(method, case)
         first = np.argsort(-found.suspicion, kind="stable")[:count]
         row = {
@@ -129,13 +161,13 @@ def own_threshold(found, case, linear):
     return row
 
 
-def own_noise(pool, settings, seed, points):
+def own_noise(pool, settings, alpha, seed, points):
     """No planted error: what is gained at the test points, whose labels have errors too."""
     case = draw_case(pool, None, seed, points)
     linear, strong = models_of(pool, settings)
     n, count, rows = len(case.given), round(DROPPED * len(case.given)), {}
     order = {}
-    for name, method in methods(linear, strong, seed, True).items():
+    for name, method in methods(linear, strong, alpha, seed, True).items():
         found = run(method, case)
         first = np.argsort(-found.suspicion, kind="stable")[:count]
         order[name] = set(first.tolist())
@@ -262,6 +294,10 @@ def bench(args, record):
             record["settings"][name] = tuned(pool, args.smoke)
             print(name, *(record["settings"][name][part]["model"] for part in PARTS), flush=True)
             save(record, args.out)
+    if "stiff" not in record:
+        record["stiff"] = choose_stiff(sets, args.smoke)
+        print({part: found["alpha"] for part, found in record["stiff"].items()}, flush=True)
+        save(record, args.out)
     if args.data_dir is not None and not args.smoke and "texts" not in record:
         record["texts"] = time_texts(args.data_dir, TEXTS)
         print(record["texts"], flush=True)
@@ -275,10 +311,12 @@ def bench(args, record):
                 if (key, seed) in done:
                     continue
                 settings = record["settings"][name]
+                alpha = record["stiff"]["classes" if pool.is_classes else "numbers"]["alpha"]
                 if kind == "own noise":
-                    found = own_noise(pool, settings, seed, 300 if args.smoke else OWN_POINTS)
+                    points = 300 if args.smoke else OWN_POINTS
+                    found = own_noise(pool, settings, alpha, seed, points)
                 else:
-                    found = planted(pool, settings, kind, seed)
+                    found = planted(pool, settings, alpha, kind, seed)
                 record["cases"].append({"key": key, "seed": seed} | found)
                 save(record, args.out)
                 print_case(key, seed, found)

@@ -265,6 +265,7 @@ def text_certified() -> str:
 
 AUDITORS = {
     "dualfluence.audit": "`audit`",
+    "dualfluence.audit, stiff model": "`audit`, stiff model",
     "confident learning, linear": "confident learning, linear",
     "confident learning, strong": "confident learning, strong",
     "nearest neighbours": "nearest neighbours",
@@ -323,13 +324,15 @@ def audit_losses() -> str:
     rows = []
     for key, case in planted().items():
         ours = case["rows"]["dualfluence.audit"]["auc"][0]
-        others = {n: r for n, r in case["rows"].items() if n != "dualfluence.audit"}
+        others = {n: r for n, r in case["rows"].items() if not n.startswith("dualfluence.audit")}
+        stiff = case["rows"]["dualfluence.audit, stiff model"]["auc"]
         best = max(others, key=lambda name: others[name]["auc"][0])
         if others[best]["auc"][0] > ours:
             mean, low, high = others[best]["ours_minus_this_auc"]
             gap = f"{-mean:.3f}" + (f" [{-high:.3f}, {-low:.3f}]" if case["seeds"] > 1 else "")
-            rows.append([key.replace(": ", ", "), AUDITORS[best], gap])
-    return table("| data, errors | ahead of `audit` | by |", rows)
+            area = between(others[best]["auc"])
+            rows.append([key.replace(": ", ", "), AUDITORS[best], gap, area, between(stiff)])
+    return table("| data, errors | ahead of `audit` | by | its area | `audit`, stiff model |", rows)
 
 
 def audit_calibration() -> str:
@@ -370,6 +373,19 @@ def audit_seconds() -> str:
     return table(f"| CPU time | {' | '.join(head)} |", rows)
 
 
+def audit_stiff() -> str:
+    """How the penalty of the stiff model was chosen."""
+    chosen = record("audit_cpu")["stiff"]
+    head = [f"{float(alpha):,.0f}" for alpha in chosen["classes"]["auc"]]
+    rows = []
+    for part, found in chosen.items():
+        cells = [f"{mean:.3f}" for mean in found["auc"].values()]
+        best = list(found["auc"].values()).index(max(found["auc"].values()))
+        cells[best] = f"**{cells[best]}**"
+        rows.append([part, *cells])
+    return table(f"| `alpha` | {' | '.join(head)} |", rows)
+
+
 def audit_texts() -> str:
     found = record("audit_cpu")["texts"]
     wall, cpu = seconds(found["seconds"]), seconds(found["cpu_seconds"])
@@ -391,6 +407,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "text-certified": text_certified,
     "audit-ranking": audit_ranking,
     "audit-losses": audit_losses,
+    "audit-stiff": audit_stiff,
     "audit-precision": audit_precision,
     "audit-calibration": audit_calibration,
     "audit-cleaned": audit_cleaned,

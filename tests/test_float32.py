@@ -114,6 +114,7 @@ def test_a_mesh_answers_like_one_device(n, loss_name, form):
     assert fitted.predict(x[:3]).dtype == edited.outputs.dtype == jnp.float32
 
 
+@pytest.mark.host  # an accelerator stays in float32, and its bound says so
 def test_a_kernel_function_on_a_mesh_answers_like_one_device():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(33, 3)), rng.normal(size=(33, 1))  # NumPy's numbers have 64 bits
@@ -149,6 +150,7 @@ def test_everything_that_a_model_hands_out_is_float32(n):
     assert fitted.network.dtype == jnp.float32
 
 
+@pytest.mark.host  # an accelerator stays in float32, and its bound says so
 def test_numbers_from_numpy_keep_their_64_bits():
     """Features and targets that come in float64 are those that are fitted."""
     rng = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from sklearn.ensemble import (
     RandomForestRegressor,
 )
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.linear_model import LogisticRegression, Ridge
+from sklearn.linear_model import LogisticRegression, Ridge, RidgeClassifier
 from sklearn.model_selection import KFold, StratifiedKFold, cross_val_predict
 from sklearn.neighbors import NearestNeighbors
 from sklearn.svm import SVC, SVR
@@ -31,7 +31,11 @@ FOLDS, NEIGHBOURS = 5, 10
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
 """Tried for the linear model: `C` of the logistic regression, `1/alpha` of the ridge regression."""
 
+STIFFNESS = (30.0, 100.0, 300.0, 1000.0, 3000.0, 10_000.0, 30_000.0)
+"""Tried for `alpha` of the ridge model that `audit` is given where errors come in batches."""
+
 OURS = "dualfluence.audit"
+STIFF = "dualfluence.audit, stiff model"
 SAME = "confident learning, linear"
 STRONG = "confident learning, strong"
 KNN, LOSS, MARGIN = "nearest neighbours", "loss of one fit", "margin of one fit"
@@ -106,6 +110,17 @@ def ours(case):
     return found.suspicion, found.flagged, found.wrong
 
 
+def stiff(alpha):
+    """`audit` of a linear model with a large penalty, which five near points do not bend."""
+
+    def find(case):
+        model = (RidgeClassifier if case.given.dtype.kind == "i" else Ridge)(alpha=alpha)
+        found = dfl.audit(model, case.x, case.given)
+        return found.suspicion, found.flagged, found.wrong
+
+    return find
+
+
 def confident_learning(model, seed):
     def find(case):
         y = case.given
@@ -147,10 +162,11 @@ def one_fit(model, by):
     return find
 
 
-def methods(linear, strong, seed, is_classes):
+def methods(linear, strong, alpha, seed, is_classes):
     """By name, a function of a case."""
     found = {
         OURS: ours,
+        STIFF: stiff(alpha),
         SAME: confident_learning(linear, seed),
         STRONG: confident_learning(strong, seed),
         KNN: nearest_neighbours,

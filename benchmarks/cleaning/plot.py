@@ -6,10 +6,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from .methods import KNN, LOSS, MARGIN, OURS, SAME, STRONG
+from .methods import KNN, LOSS, MARGIN, OURS, SAME, STIFF, STRONG
 
 LOOK = {
     OURS: ("#0b5fa5", "o"),
+    STIFF: ("#56B4E9", "P"),
     SAME: ("#D55E00", "s"),
     STRONG: ("#E69F00", "D"),
     KNN: ("#009E73", "^"),

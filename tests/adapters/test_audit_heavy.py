@@ -146,3 +146,18 @@ def test_bad_input_to_an_estimator_is_said_clearly(name, x, y, error, words):
 
     with pytest.raises(error, match=words):
         dfl.audit(getattr(linear_model, name)(), x, y)
+
+
+def test_an_estimator_says_which_task_it_is_for():
+    """Whole numbers could be classes; to a regressor they are amounts."""
+    from sklearn.linear_model import Ridge, RidgeClassifier
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(80, 3))
+    amounts = np.round(50 * x @ [1.0, -2.0, 0.5])
+    found = dfl.audit(Ridge(alpha=1.0), x, amounts)
+    assert found.task == "regression"
+    assert dfl.audit(Ridge(alpha=1.0), x, (amounts > 0).astype(int)).task == "regression"
+    assert dfl.audit(RidgeClassifier(), x, (amounts > 0).astype(int)).task == "classification"
+    with pytest.raises(TypeError, match="predicts numbers, got names"):
+        dfl.audit(Ridge(), x, np.where(amounts > 0, "up", "down"))

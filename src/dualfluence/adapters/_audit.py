@@ -91,7 +91,8 @@ def audit(
     - `x`, `y`: points and their labels, as arrays, lists or data frames. Labels may be strings.
     - `x_test`, `y_test`: a test set, to look for leaks and, with `y_test`, wrong labels there.
     - `encoder`: a frozen function from the points (texts, pictures) to an array `(n, d)`.
-    - `task`: `"classification"` or `"regression"`; by default numbers with a fraction are `"regression"`.
+    - `task`: `"classification"` or `"regression"`; by default what an estimator is for, and without one
+      numbers with a fraction are `"regression"`.
     - `ridge`: of a network; by default the one of least leave-one-out loss, on a part of the points.
     - `threshold`: probability from which a label is called wrong.
     - `near`: distance, in medians of the distance to the nearest neighbour, below which points are near
@@ -147,6 +148,8 @@ def _given(
     if classes is not None:
         raise ValueError("audit: classes name the outputs of a Fitted; here they are read from y.")
     _check_pair(x_test, y_test)
+    if task is None and _is_estimator(model):
+        task = _task_of_estimator(model, y)
     targets, names, test_targets = _targets(y, y_test, task)
     if _is_estimator(model):
         if encoder is not None:
@@ -259,6 +262,16 @@ def _task_of(labels: np.ndarray) -> str:
         f"audit: y: {found} different whole numbers for {len(labels)} points may be classes or amounts. Say "
         "which: task='classification' or task='regression', --task on the command line."
     )
+
+
+def _task_of_estimator(model: Any, y: Any) -> str | None:
+    """What it is for; a regressor cannot be for labels that are names."""
+    from sklearn.base import is_classifier, is_regressor
+
+    if is_classifier(model):
+        return "classification"
+    numbers = as_labels(y, "audit: y").dtype.kind in "iuf"
+    return "regression" if is_regressor(model) and numbers else None
 
 
 def _network(model: Any, source: AbstractSource, data: _Data, ridge: float | None) -> Evidence:
