@@ -1,11 +1,14 @@
 """One step is exact retraining for squared error; iterated steps are for every loss."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cases
 import dualfluence as dfl
+import gates
 import oracles
 import problems
 from dualfluence.apps import paper
@@ -116,9 +119,11 @@ def test_removal_is_exact_in_float32(squared, dtype_limit, solver, gone):
     assert cases.relative(update.params(), want) < limit
 
 
-@pytest.mark.parametrize("loss_name", ["softmax", "logistic"])
-@pytest.mark.parametrize("form", ["dense", "matrix-free"])
-@pytest.mark.parametrize("name", ["remove", "several", "replace"])
+ITERATED = list(itertools.product(["remove", "several", "replace"], ["dense", "matrix-free"],
+                                  ["softmax", "logistic"]))  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "form", "loss_name"), gates.table(ITERATED, ITERATED[::3]))
 def test_iterated_steps_reach_retraining(loss_name, form, name):
     p = problems.linear_problem(N, C, 80, loss_name, ridge=0.01, weighted=True)
     fitted = cases.fit(p, kernel=form)

@@ -107,6 +107,7 @@ def test_linearised_models_are_retrained_as_one_by_one():
         np.testing.assert_allclose(target, want, atol=1e-7)
 
 
+@pytest.mark.thorough
 def test_scores_of_a_linearised_model_predict_its_own_retraining():
     p = problems.linear_problem(40, 3, 30, "softmax", q=12, ridge=0.1, seed=3)
     fitted = cases.fit(p)

@@ -54,7 +54,7 @@ def _one_by_one(fitted, xq, yq):
 
 
 FORMS = ("dense", "kronecker", "low rank", "matrix-free")
-QUICK = {("softmax", form, True) for form in FORMS}
+QUICK = {("softmax", form, True) for form in FORMS[:2]}
 QUICK |= {("squared", "dense", False), ("logistic", "kronecker", False)}
 
 

@@ -1,11 +1,14 @@
 """Leave-one-out over a grid of ridges is retraining for squared error, one Newton step elsewhere."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import cases
 import dualfluence as dfl
+import gates
 import oracles
 import problems
 
@@ -65,8 +68,10 @@ def test_gcv_is_its_definition():
         assert dof == pytest.approx(np.trace(H), rel=1e-8)
 
 
-@pytest.mark.parametrize("form", ["dense", "kronecker"])
-@pytest.mark.parametrize("name", ["softmax", "logistic"])
+OWN = list(itertools.product(["softmax", "logistic"], ["dense", "kronecker"]))
+
+
+@pytest.mark.parametrize(("name", "form"), gates.table(OWN, [OWN[0], OWN[3]]))
 def test_at_its_own_ridge_it_is_the_closed_form(name, form):
     _, fitted = _fit(name, form, True)
     path = fitted.ridge_path([fitted.ridge])

@@ -180,6 +180,7 @@ def test_leverage_is_leave_one_out_in_closed_form():
     np.testing.assert_allclose(got, _unit(want), rtol=1e-7, atol=1e-9)
 
 
+@pytest.mark.thorough
 def test_projected_gradients_approach_the_full_kernel():
     run = _run(checkpoints=1)
     full = run.attribute(*_data(), progress=False).values

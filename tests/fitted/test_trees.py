@@ -104,7 +104,8 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", gates.table(SETTINGS, ["dense"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SETTINGS)
 def test_a_transformer_with_a_mask_is_fitted_and_loses_points(name):
     model = fit(**SETTINGS[name])
     for got, s in ((model, np.ones(N)), (None, ~np.isin(np.arange(N), GONE))):

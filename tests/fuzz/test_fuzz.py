@@ -31,8 +31,8 @@ def chunks(count):
     return range(-(-count // random_problems.CHUNK))
 
 
-QUICK = {0, 2}
-"""Two kinds of kernel; each of the five is among the long tests."""
+QUICK = {2}
+"""One kind of kernel; each of the five is among the long tests."""
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,10 @@ def ridge_regression(K, name, queries):
     return (K[queries][:, :, rows].reshape(len(queries) * C, -1) @ alpha).reshape(-1, C)
 
 
-QUICK = {(name, list(SOLVERS)[k % len(SOLVERS)]) for k, name in enumerate(STRUCTURES)}
-"""Every structure once, and every solver with some of them."""
+LONG = ("bordered", "mixed", "sharded matrix-free", "a stranger's")
+QUICK = {(name, list(SOLVERS)[k % len(SOLVERS)]) for k, name in enumerate(STRUCTURES)
+         if name not in LONG}  # fmt: skip
+"""Most structures once, and every solver with some of them; `test_structures.py` has the numbers of all."""
 
 
 @pytest.mark.parametrize(

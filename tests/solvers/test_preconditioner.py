@@ -56,7 +56,6 @@ def iterations(K, preconditioner, ridge):
 
 
 FEW = {
-    ("falling", np.float32),
     ("ill-conditioned", np.float32),
     ("fewer than the rank", np.float64),
 }

@@ -128,6 +128,7 @@ def test_warming_up_changes_nothing(session):
     assert session.state() == before
 
 
+@pytest.mark.thorough
 def test_scores_are_those_of_the_library(session, edited):
     session.remove([11])
     scene, scores = session.scene, session.scores()
