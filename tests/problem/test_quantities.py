@@ -77,3 +77,12 @@ def test_a_function_of_ones_own():
 def test_what_is_no_quantity(of, targets, error, words):
     with pytest.raises(error, match=words):
         as_quantity.__wrapped__(of, dfl.SoftmaxCrossEntropy(), targets, 2, 3, jnp.float64)
+
+
+def test_two_outputs_have_classes_of_their_own():
+    f, labels = F3[:, :2], np.array([1, 0])
+    own, other = f[[0, 1], labels], f[[0, 1], 1 - labels]
+    for targets in (labels, np.eye(2)[labels]):
+        np.testing.assert_allclose(made("output", dfl.SoftmaxCrossEntropy(), targets, f)[1], own)
+        got = made("margin", dfl.SoftmaxCrossEntropy(), targets, f)[1]
+        np.testing.assert_allclose(got, own - other)
