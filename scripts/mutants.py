@@ -75,7 +75,7 @@ def sources(room: str) -> list[str]:
     ]
 
 
-def digest(files: Iterable[Path]) -> str:
+def digest_of_files(files: Iterable[Path]) -> str:
     found = hashlib.sha256()
     for file in sorted(files):
         found.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
@@ -322,7 +322,7 @@ def make_map(out: Path, jobs: int, tests: list[str]) -> dict[str, dict[str, Any]
     """Functions, seconds and failures of every file of these tests; what is known is not run again."""
     path = (
         out
-        / f"map-{digest([*(ROOT / 'src').rglob('*.py'), *(ROOT / 'tests').rglob('*.py')])}.jsonl"
+        / f"map-{digest_of_files([*(ROOT / 'src').rglob('*.py'), *(ROOT / 'tests').rglob('*.py')])}.jsonl"
     )
     files = [f.relative_to(ROOT).as_posix() for f in (ROOT / "tests").rglob("test_*.py")]
     files = [file for file in files if file.startswith(tuple(tests))]

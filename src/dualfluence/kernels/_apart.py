@@ -20,7 +20,7 @@ from jaxtyping import Array, PyTree
 
 from .._support.compile import PRECISION, jit
 from .._support.types import Inputs, Leaves
-from ._program import as_program, mentions, program_digest, shapes_of, trace
+from ._program import as_program, mentions, program_checksum, shapes_of, trace
 from ._rows import Free, Mixed, Points, follow_rows
 
 Product = Callable[[PyTree], PyTree]
@@ -87,7 +87,7 @@ def proves_apart(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> bool:
         return jax.jvp(lambda free: fn(free, rest, x), (leaves,), (leaves,))
 
     two, three = (trace(moved, leaves, rest, shapes_of(x, n)) for n in (2, 3))
-    if program_digest(two, shapes=False) != program_digest(three, shapes=False):
+    if program_checksum(two, shapes=False) != program_checksum(three, shapes=False):
         return False
     program = as_program(three)
     num_rows = len(jax.tree.leaves(x))

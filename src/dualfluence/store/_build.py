@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.archive import digest
+from .._support.archive import digest_of_array
 from .._support.files import FileError, in_words, locked, remove_stale, system_error
 from .._support.memory import STORED_TILE_BYTES, pad_rows
 from .._support.options import (
@@ -331,7 +331,7 @@ def _tile(
             "in bfloat16 or float32."
         )
     norm = float(np.sum(exact.astype(np.float64) ** 2))
-    return stored, Record(header.name, tile, digest(stored), float(np.sum(gap**2)), norm)
+    return stored, Record(header.name, tile, digest_of_array(stored), float(np.sum(gap**2)), norm)
 
 
 def _header(

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.archive import Damaged, digest
+from .._support.archive import Damaged, digest_of_array
 from .._support.options import check_path
 from .._support.types import AnyPath, Numbers
 from ..operators import AbstractKernelOperator
@@ -129,7 +129,7 @@ class Store:
                 "recompute it."
             ) from error
         first, total = tile not in self._sums, word_sum(value)
-        if first and digest(value) == self.record(tile).sha256:
+        if first and digest_of_array(value) == self.record(tile).sha256:
             self._sums[tile] = total
         if self._sums.get(tile) != total:
             raise StoreError(

@@ -24,7 +24,7 @@ from ..problem._edits import AbstractEdit
 from ._engine import Engine, Work
 from ._ids import Ids, as_names, read_salt
 from ._ledger import CHANGE_ROWS, FORMAT, Ledger, LedgerError, References, commit_references
-from ._payload import digest_of, edits_of, read_payload, write_payload
+from ._payload import digest_of_model, edits_of, read_payload, write_payload
 from ._points import Points, read_commitments
 
 MODES = ("keep", "pseudonymise", "erase")
@@ -278,14 +278,14 @@ class Desk:
         if kind in CHANGE_ROWS:
             new = range(self.model.data.num_points, data.num_points)
             points = points.after(data, rows if kind == "relabel" else new)
-        return points, digest_of(work.fitted, points.root)
+        return points, digest_of_model(work.fitted, points.root)
 
     def _purged(self) -> tuple[Fitted, str]:
         """The model that a checkpoint saves, and its digest."""
         fitted = self.model.without_spare_rows()
         gone = (fitted.data.sample_weights == 0).any()
         fitted = fitted.purge() if gone else fitted
-        return fitted, digest_of(fitted, self.points.root)
+        return fitted, digest_of_model(fitted, self.points.root)
 
     def _restart(self, fitted: Fitted, after: str) -> None:
         self.engine, self.model_digest = Engine(fitted, drift=self.engine.drift), after
@@ -364,14 +364,14 @@ class Desk:
         """
         points = Points.of(salt, fitted.data)
         if not self.ledger.lines:
-            return points, digest_of(fitted, points.root), 0
+            return points, digest_of_model(fitted, points.root), 0
         for line in reversed(self.ledger.lines):
             if line["kind"] not in ("open", "checkpoint"):
                 continue
             if fitted.data.purged is not None:
                 stored = read_commitments(self.path, line["points"])
                 points = Points.of(salt, fitted.data, stored)
-            own = digest_of(fitted, points.root)
+            own = digest_of_model(fitted, points.root)
             if (points.root, own) == (line["points"], line["model_after"]):
                 return points, own, line["sequence"]
         raise LedgerError(

@@ -72,7 +72,7 @@ def canonical(value: object) -> bytes:
     return text.encode("utf-8")
 
 
-def digest(*parts: bytes) -> str:
+def digest_of_parts(*parts: bytes) -> str:
     """SHA-256 of the parts, each with its length, so that different parts cannot give the same bytes."""
     found = hashlib.sha256()
     for part in parts:
@@ -95,7 +95,7 @@ def seal(fields: Json) -> Json:
 def commit_references(names: list[str], blind: str) -> str:
     """The commitment to references in the chain: a hash from which nobody can guess them once `blind`
     is deleted."""
-    return digest(blind.encode(), canonical(names))
+    return digest_of_parts(blind.encode(), canonical(names))
 
 
 def missing_head(head: object, hashes: list[str]) -> str | None:

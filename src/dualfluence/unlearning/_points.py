@@ -15,7 +15,7 @@ import numpy as np
 
 from .._support.archive import checking, read_archive, write_archive
 from ..problem._objective import TrainingSet
-from ._ledger import LedgerError, digest
+from ._ledger import LedgerError, digest_of_parts
 
 FORMAT, VERSION = "dualfluence-points", 1
 SIZE = hashlib.sha256().digest_size
@@ -31,7 +31,7 @@ class Points:
 
     def __init__(self, salt: bytes, commitments: np.ndarray) -> None:
         self._salt, self.commitments = salt, commitments
-        self.root = digest(commitments.tobytes())
+        self.root = digest_of_parts(commitments.tobytes())
 
     @classmethod
     def of(cls, salt: bytes, data: TrainingSet, stored: np.ndarray | None = None) -> "Points":
@@ -81,7 +81,7 @@ def read_commitments(folder: Path, root: str) -> np.ndarray | None:
         found = arrays["commitments"]
         if found.dtype != np.uint8 or found.ndim != 2 or found.shape[1] != SIZE:
             raise ValueError(f"commitments have dtype {found.dtype} and shape {found.shape}")
-    if digest(found.tobytes()) != root:
+    if digest_of_parts(found.tobytes()) != root:
         raise LedgerError(f"ledger: {path.name} was changed: its commitments are not the ledger's.")
     return found
 
