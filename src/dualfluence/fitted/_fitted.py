@@ -37,7 +37,7 @@ from ..solvers import AbstractDualSolver, Auto
 from ._file import write_record
 from ._options import settings
 from ._purge import purged
-from ._run import run, zero
+from ._run import Task, run, zero
 from ._setup import extended
 from ._update import (
     Update,
@@ -103,11 +103,11 @@ class Fitted(Shown, TrainedModel):
         base = extended(self if mesh is None else self.on(mesh), data, progress)
         least = int(not data.same_objective(self.data))
         goal = Goal(until, None, steps if until is None else MAX_STEPS, min_steps=least)
-        done = run(base, data, base.state, goal, how, clock)
+        done = run(Task(base, data, base.state, goal, how, clock))
         if drift is not None and exceeds(done.after.certificate, drift):
             limit = self._remaining(distance_limit(done.after.certificate, drift))
             goal = Goal(limit, None, MAX_STEPS, min_steps=least)
-            done = run(base, data, base.state, goal, how, clock)
+            done = run(Task(base, data, base.state, goal, how, clock))
         certificate, stats = done.after.certificate, done.after.stats
         asked = until is not None or drift is not None
         chain = follow(self.stats, certificate, met=asked and stats.converged)
@@ -132,7 +132,7 @@ class Fitted(Shown, TrainedModel):
         clock = Clock()
         base = extended(self, data, progress)
         goal = fit_goal(tolerance, MAX_STEPS, base.offset.dtype)
-        done = run(base, data, zero(base), goal, how, clock)
+        done = run(Task(base, data, zero(base), goal, how, clock))
         return updated(done.before, done.after, done.after.stats)
 
     @in_own_precision
