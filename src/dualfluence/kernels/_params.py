@@ -20,8 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from .._support.checks import all_finite, as_array, check_concrete, check_numbers
-from .._support.points import Form, is_floating, tree_norm
-from .._support.points import is_array as is_array
+from .._support.points import Form, is_array, is_floating, tree_norm
 from .._support.types import AnyLeaf, ApplyFn, Inputs, Numbers, Trainable
 
 STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats"})
