@@ -374,7 +374,7 @@ def audit_texts() -> str:
     found = record("audit_cpu")["texts"]
     wall, cpu = seconds(found["seconds"]), seconds(found["cpu_seconds"])
     return (
-        f"{found['texts']:,} one-line texts took {wall} from strings to findings, {cpu} of it processor "
+        f"{found['texts']:,} one-line texts took {wall} from strings to findings, and {cpu} of processor "
         f"time, on two cores that other programs used too (load {found['load']:.0f}).\n"
     )
 

@@ -45,8 +45,8 @@ class Adapted(Shown):
     - `params`: a dict. `"params"` is trained; other collections (`"state"`, in Linen `"batch_stats"`
       and others) are not: running statistics, buffers, frozen parameters.
     - `trainable`: `(path, leaf) -> bool`, false outside `"params"`.
-    - `reader`: a model object to a tree like `params`.
-    - `rebuild`: a tree like `params` to a model object.
+    - `reader`: a function that takes a model object to a tree like `params`.
+    - `rebuild`: a function that takes a tree like `params` to a model object.
     - `scale`: of the ridge, as in `linearize`; see `with_scale`.
     """
 

@@ -24,7 +24,7 @@ def from_equinox(
     - `trainable`: which parameters are trained, all by default.
     - `call`: further arguments of the call; an argument `key` is `None`.
 
-    **Returns:** `Adapted`; `restore` gives the module, with a state the pair of both, in inference mode.
+    **Returns:** `Adapted`; `restore` gives the module in inference mode, or the pair of module and state.
     """
     check_model("from_equinox", model, eqx.Module, "an eqx.Module")
     static = _split(model)[1]

@@ -94,6 +94,6 @@ def _names(variables: Sequence[Any]) -> list[str]:
 def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, Any]:
     if len(names) != len(variables):
         raise ValueError(
-            f"read: this model has {len(names)} such variables, the other {len(variables)}."
+            f"read: this model has {len(names)} variables of one kind, the other model {len(variables)}."
         )
     return {name: variable.value for name, variable in zip(names, variables, strict=True)}

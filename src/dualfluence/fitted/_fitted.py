@@ -253,8 +253,8 @@ class Fitted(Shown, TrainedModel):
         - `xq`, `yq`: queries and their targets.
         - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
           log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
-        - `first_order`: the cheaper infinitesimal effect, without leverage and the renormalised mean,
-          and linear in the outputs.
+        - `first_order`: the effect of an infinitesimal weight, which is cheaper. It leaves out the leverage
+          of the point and the renormalised mean, and is linear in the outputs.
         - `refine`: take steps until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
         - `block_size`: queries and left-out points at a time; by default as many as memory allows.

@@ -69,8 +69,8 @@ def from_trained(
     -g/\lambda$ as at a stationary point. The error that training left is the gap $\gamma =
     \theta-\theta_0-J^\top\alpha$, so that $\theta = (\theta_0+\gamma)+J^\top\alpha$: the model is
     exactly stationary for the same objective with its ridge around $\theta_0+\gamma$. Edits move
-    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error and that
-    centre.
+    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error with
+    the ridge around that centre.
 
     **Linear models** (`linearised=True`, proven linear by the operations of `apply_fn`, or found linear
     up to rounding; in the last case every answer checks it again). With $f=f_0+J(\theta-\theta_0)$ the

@@ -186,7 +186,7 @@ class Network(Serial):
     ) -> tuple[tuple[int, int], int]:
         """Rows and columns of one tile, and the number of its rows to work on at a time.
 
-        From an estimate of the working memory. Tiles of images fill whole vector registers, if
+        They follow from an estimate of the working memory. Tiles of images fill whole vector registers, if
         necessary with copies of the last point, and are computed a few rows at a time. Tiles of vectors
         are square and computed at once.
         """

@@ -158,7 +158,8 @@ class Conv(AbstractLayer):
     **Arguments:** as of `Dense`, and
 
     - `filter_shape`, `strides`: per axis.
-    - `padding`: `"SAME"` and `"VALID"` as in XLA, `"CIRCULAR"` wraps the amounts of `"SAME"`.
+    - `padding`: `"SAME"` and `"VALID"` as in XLA, `"CIRCULAR"` pads as much as
+      `"SAME"`, with the pixels of the other side.
     """
 
     filter_shape: tuple[int, int] = (3, 3)

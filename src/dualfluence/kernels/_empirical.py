@@ -279,8 +279,8 @@ def kernel_rows(
     method: Method = "auto",
     precision: PrecisionLike = HIGHEST,
 ) -> Iterator[tuple[int, Array]]:
-    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes after the
-    number of its first row.
+    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes in a pair, after
+    the number of its first row.
 
     A ReLU whose input is zero up to rounding may be on in a batch of one size and off in another. Here
     a point has the same derivatives in its row and in its column. Therefore the blocks together are

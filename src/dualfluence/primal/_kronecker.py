@@ -31,7 +31,7 @@ from ._solvers import AbstractPrimalInverse, AbstractPrimalSolver, Solved, check
 
 
 class KFAC(AbstractPrimalSolver):
-    """Blocks `A ⊗ S`, one per place, plus `λ + damping` in their eigenbasis.
+    """Blocks `A ⊗ S`, one for each layer (with its bias and scale), plus `λ + damping` in their eigenbasis.
 
     Parameters without factors get their exact block, or only its diagonal if they are many; the
     answer's `facts["blocks"]` names the block of every parameter. Always Gauss-Newton.

@@ -93,7 +93,8 @@ def register(app: typer.Typer) -> None:
             float, typer.Option(help="Probability from which a label is called wrong.")
         ] = 0.5,
         near: Annotated[
-            float, typer.Option(help="Distance of near duplicates; 1 is that of usual neighbours.")
+            float,
+            typer.Option(help="Distance below which points are near duplicates; 1 is the median."),
         ] = 0.25,
     ) -> None:
         """Find wrong labels, near duplicates, leaks, and points that decide all or nothing."""

@@ -24,8 +24,8 @@ WHAT = {
     "conflict": "Two points that are nearly the same have different targets. At least one of the two is "
     "wrong, or the features do not hold what tells them apart.",
     "leak": "A test point is nearly the same as a training point. Results on it say nothing about new data.",
-    "leverage": "The prediction at the point hangs on its own target. Nothing else in the data supports it, "
-    "and nothing would notice if it were wrong. More points of this kind would help most.",
+    "leverage": "The prediction at the point depends on its own target. Nothing else in the data supports "
+    "it, so that a mistake in it stays unseen. More points of this kind would help most.",
     "redundant": "All of these together can go and hardly a prediction changes. They cost time, and their "
     "labels need no second look.",
 }
@@ -108,7 +108,7 @@ def _summary(found: Audit) -> str:
         return f"{points}. None of their {one}s looks wrong.{test}"
     return (
         f"{points}. <b>{_look_wrong(flagged, one)}; about {found.expected_precision * flagged:,.0f} of "
-        f"these should be</b>, by predictions at each point that have not seen it. In all of the training "
+        f"these should be wrong</b>, by models that were trained without the point. In all of the training "
         f"set, about {found.wrong.sum():,.0f} {one}s should be wrong.{test}"
     )
 
