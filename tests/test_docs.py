@@ -20,6 +20,7 @@ PACKAGE = Path(dualfluence.__file__).parent
 sys.path.insert(0, str(DOCS / "_ext"))
 
 import make_numbers  # noqa: E402
+import numbers_in_sentences  # noqa: E402
 from markdown_docstrings import to_rest  # noqa: E402
 from public import public_names, public_namespaces  # noqa: E402
 
@@ -88,6 +89,16 @@ def test_a_number_that_differs_from_its_record_is_seen():
     wrong = text.replace("| 9.1 ms |", "| 9.2 ms |")
     assert wrong != text
     assert make_numbers.renewed(wrong) == text
+
+
+def test_a_number_in_a_sentence_that_differs_from_its_record_is_seen():
+    page = "docs/howto/choose.md"
+    text = (ROOT / page).read_text()
+    wrong = text.replace("0.85 ms (median", "0.86 ms (median")
+    assert wrong != text
+    assert numbers_in_sentences.missing({page: text}) == []
+    (found,) = numbers_in_sentences.missing({page: wrong})
+    assert found.startswith(f"{page}: A deletion of one of 2,000 points takes 0.85 ms")
 
 
 def run(blocks, name):
