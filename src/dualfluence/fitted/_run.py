@@ -183,7 +183,7 @@ BENT = (
 
 
 @dataclass(frozen=True, eq=False)
-class Run(Generic[Trained]):
+class Done(Generic[Trained]):
     """The model that a run started from, in the precision that it ended in, the one after it, and why it
     ended."""
 
@@ -215,7 +215,7 @@ class Task(Generic[Trained]):
     notes: tuple[str, ...] = ()
 
 
-def run(task: Task[Trained]) -> Run[Trained]:
+def run(task: Task[Trained]) -> Done[Trained]:
     """Take the steps of a task.
 
     Where rounding of float32 leaves an answer short, the run is repeated in float64 from where it came to.
@@ -246,7 +246,7 @@ def run(task: Task[Trained]) -> Run[Trained]:
         return _run(Task(wide, data, again, goal, how, task.clock, notes))
 
 
-def _run(task: Task[Trained]) -> Run[Trained]:
+def _run(task: Task[Trained]) -> Done[Trained]:
     """A run in the precision of the model."""
     model, data, start, goal = task.model, task.data, task.start, task.goal
     how, clock, notes = task.how, task.clock, task.notes
@@ -286,7 +286,7 @@ def _run(task: Task[Trained]) -> Run[Trained]:
         notes + outcome.notes(dtype),
     )
     check_outcome(stats, how.on_failure, how.what, certificate, dtype)
-    return Run(model, replace(after, certificate=certificate, stats=stats), outcome.ending)
+    return Done(model, replace(after, certificate=certificate, stats=stats), outcome.ending)
 
 
 def _bends(model: TrainedModel) -> bool:

@@ -50,8 +50,6 @@ from ._snapshot import (
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
 
-Points = Any
-"""Points on axis 0 of an array, or of every array of a tree."""
 
 MAX_BATCH = 2048
 

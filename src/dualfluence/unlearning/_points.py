@@ -22,7 +22,7 @@ SIZE = hashlib.sha256().digest_size
 """Bytes of a commitment and of a blind."""
 
 
-class Points:
+class Commitments:
     """The commitments of a training set's rows, in order.
 
     - `commitments`: one row of bytes each.
@@ -34,20 +34,20 @@ class Points:
         self.root = digest_of_parts(commitments.tobytes())
 
     @classmethod
-    def of(cls, salt: bytes, data: TrainingSet, stored: np.ndarray | None = None) -> "Points":
+    def of(cls, salt: bytes, data: TrainingSet, stored: np.ndarray | None = None) -> "Commitments":
         """Commitments to all rows; those of purged rows are taken from `stored`."""
         found = _commitments(salt, data, range(data.num_points))
         if stored is not None and data.purged is not None and len(stored) >= len(found):
             found[data.purged] = stored[data.purged]
         return cls(salt, found)
 
-    def after(self, data: TrainingSet, changed: Iterable[int]) -> "Points":
+    def after(self, data: TrainingSet, changed: Iterable[int]) -> "Commitments":
         """The commitments after the rows `changed`, which may be new, are replaced by those of `data`."""
         changed = list(changed)
         more = data.num_points - len(self.commitments)
         commitments = np.pad(self.commitments, ((0, more), (0, 0)))
         commitments[changed] = _commitments(self._salt, data, changed)
-        return Points(self._salt, commitments)
+        return Commitments(self._salt, commitments)
 
     def witnesses(self, data: TrainingSet) -> dict[str, np.ndarray]:
         """Commitments, and blinds of the points that have a weight, for a check of these rows."""

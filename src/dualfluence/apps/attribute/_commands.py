@@ -60,9 +60,9 @@ def register(app: typer.Typer) -> None:
         from ._data import load_data, load_model
         from ._page import write_queries
         from ._queries import explain
-        from ._table import is_table
+        from ._table import is_table_file
 
-        if is_table(data) or text is not None or prompt:
+        if is_table_file(data) or text is not None or prompt:
             _sentences(data, text, label, prompt, out, points, queries, model, ridge, top)
             return
 
@@ -100,10 +100,10 @@ def register(app: typer.Typer) -> None:
         """Find wrong labels, near duplicates, leaks, and points that decide all or nothing."""
         from rich.console import Console
 
-        from ._inspect import inspect
+        from ._inspect import audit_files
 
         found, written = _watched(
-            inspect,
+            audit_files,
             out / "findings.html",
             data,
             label=label,

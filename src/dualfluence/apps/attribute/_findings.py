@@ -58,7 +58,7 @@ code{font-size:.8rem}
 """
 
 
-class Shown:
+class Look:
     """How the points of both splits look on a page: pictures, texts or first numbers."""
 
     def __init__(self, train: Any, test: Any) -> None:
@@ -79,7 +79,7 @@ class Shown:
         return f'<div class="wide">{shown}</div>' if shown.startswith("<code>") else shown
 
 
-def write_findings(found: Audit, name: str, shown: Shown, page: Path, table: Path) -> None:
+def write_findings(found: Audit, name: str, shown: Look, page: Path, table: Path) -> None:
     """The page and the CSV, one row per finding."""
     counts = found.counts
     links = "".join(
@@ -121,7 +121,7 @@ def _seconds(found: Audit) -> str:
     return f"It took {found.stats['seconds']:.1f} s." if "seconds" in found.stats else ""
 
 
-def _section(found: Audit, kind: str, shown: Shown) -> str:
+def _section(found: Audit, kind: str, shown: Look) -> str:
     all_of_them = [f for f in found.findings if f.kind == kind]
     cards = "".join(_card(f, shown) for f in all_of_them[:SHOWN])
     more = len(all_of_them) - SHOWN
@@ -133,7 +133,7 @@ def _section(found: Audit, kind: str, shown: Shown) -> str:
     )
 
 
-def _card(f: Finding, shown: Shown) -> str:
+def _card(f: Finding, shown: Look) -> str:
     look = "given" if f.kind in ("label", "conflict") else "name"
     given = "" if f.given is None else f'<span class="{look}">{_target(f.given)}</span>'
     better = ""
