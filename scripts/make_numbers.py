@@ -2,6 +2,7 @@
 
 `python scripts/make_numbers.py` writes every table that stands between `<!-- numbers: NAME -->` and
 `<!-- end of numbers -->`. With `--check` it changes nothing and fails where a page differs from its record.
+Sentences with numbers are in `numbers_in_sentences.py`; they are checked, not written.
 """
 
 import json
@@ -12,6 +13,8 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from numbers_in_sentences import digits, missing, record
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -27,22 +30,10 @@ PAGES = (
 BLOCK = re.compile(r"(<!-- numbers: ([a-z-]+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
 
 
-def record(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
 def table(head: str, rows: list[list[str]]) -> str:
     columns = head.count("|") - 1
     lines = [head, "|" + "---|" * columns, *("| " + " | ".join(row) + " |" for row in rows)]
     return "\n".join(lines) + "\n"
-
-
-def digits(value: float, count: int = 2) -> str:
-    """That many significant digits, whole numbers in full."""
-    if value == 0:
-        return "0"
-    whole = value >= 10 ** (count - 1)
-    return f"{value:.0f}" if whole else f"{float(f'{value:.{count}g}'):#.{count}g}".rstrip(".")
 
 
 def seconds(value: float) -> str:
@@ -86,6 +77,63 @@ def steps() -> str:
         for name in ("one step", "two steps")
     ]
     return table("| | 500 points, 2 CPU cores | 2,000 points, H200 |", rows)
+
+
+def duration(first: float, last: float) -> str:
+    """Both times in the unit of the longer one, or one where they are the same."""
+    unit, factor = ("s", 1.0) if last >= 0.0995 else ("ms", 1e3)
+    both = dict.fromkeys((digits(factor * first), digits(factor * last)))
+    return f"{'–'.join(both)} {unit}"
+
+
+def gigabytes(number: int) -> str:
+    return f"{digits(number / 1e9)} GB" if number else "none"
+
+
+def forms() -> str:
+    found = {**record("memory_h200")["memory"], "dense": record("memory_dense_h200")["dense"]}
+    asked = {
+        "dense": ("dense", '`kernel="dense"`'),
+        "matrix-free": ("matrix-free", '`kernel="matrix-free"`'),
+        "low-rank": ("low rank", "`dfl.low_rank(...)`"),
+        "kronecker": ("Kronecker", "`dfl.infinite`"),
+    }
+
+    def row(key: str) -> list[str]:
+        form = found[key]
+        fast, slow = sorted(form["remove_with_parameters_seconds"])[:2]
+        return [
+            *asked[key],
+            gigabytes(form["kernel_bytes"]),
+            seconds(form["build_seconds"]),
+            seconds(form["fit_seconds"]),
+            duration(fast, slow),
+            gigabytes(form["peak_bytes"]),
+        ]
+
+    head = "| form | how to ask for it | memory of `K` | build | fit | repeated removal | peak memory |"
+    return table(head, [row(key) for key in asked])
+
+
+def precision() -> str:
+    refined = "`kernel=dfl.KernelOptions(refine=True)`"
+    asked = {
+        "float32": ("float32", "float32 parameters"),
+        "refined": ("float32 `K`, the rest in float64", refined),
+    }
+    machines = [record(f"precision_{name}")["refinement"] for name in ("cpu", "h200")]
+
+    def cell(run: dict[str, Any]) -> str:
+        bound = f"{run['relative_bound']:.1e}".replace("e-0", "e-")
+        return bound if run["converged"] else f"{bound} (tolerance missed)"
+
+    rows = [[*asked[key], *(cell(found[key]) for found in machines)] for key in asked]
+    rows.append(
+        ["float64", "`jax_enable_x64` and float64 parameters", *["not recorded at this size"] * 2]
+    )
+    return table(
+        "| arithmetic | how to ask for it | certified, 2 CPU cores | certified, H200 |", rows
+    )
 
 
 def by_agreement(machine: str) -> dict[str, Any]:
@@ -390,7 +438,7 @@ def audit_texts() -> str:
     found = record("audit_cpu")["texts"]
     wall, cpu = seconds(found["seconds"]), seconds(found["cpu_seconds"])
     return (
-        f"{found['texts']:,} one-line texts took {wall} from strings to findings, {cpu} of it processor "
+        f"{found['texts']:,} one-line texts took {wall} from strings to findings, and {cpu} of processor "
         f"time, on two cores that other programs used too (load {found['load']:.0f}).\n"
     )
 
@@ -398,6 +446,8 @@ def audit_texts() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "core": core,
     "steps": steps,
+    "forms": forms,
+    "precision": precision,
     "agreement": agreement,
     "costs": costs,
     "lds": lds,
@@ -432,7 +482,9 @@ def main(arguments: list[str]) -> int:
                 (ROOT / page).write_text(new)
     if differing:
         print("differ from their records:", ", ".join(differing))
-    return int(bool(differing) and "--check" in arguments)
+    for sentence in (absent := missing()):
+        print("not in its page:", sentence)
+    return int(bool(absent) or (bool(differing) and "--check" in arguments))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ PACKAGE = Path(dualfluence.__file__).parent
 sys.path.insert(0, str(DOCS / "_ext"))
 
 import make_numbers  # noqa: E402
+import numbers_in_sentences  # noqa: E402
 from markdown_docstrings import to_rest  # noqa: E402
 from public import public_names, public_namespaces  # noqa: E402
 
@@ -90,6 +91,16 @@ def test_a_number_that_differs_from_its_record_is_seen():
     assert make_numbers.renewed(wrong) == text
 
 
+def test_a_number_in_a_sentence_that_differs_from_its_record_is_seen():
+    page = "docs/howto/choose.md"
+    text = (ROOT / page).read_text()
+    wrong = text.replace("0.85 ms (median", "0.86 ms (median")
+    assert wrong != text
+    assert numbers_in_sentences.missing({page: text}) == []
+    (found,) = numbers_in_sentences.missing({page: wrong})
+    assert found.startswith(f"{page}: A deletion of one of 2,000 points takes 0.85 ms")
+
+
 def run(blocks, name):
     """Python blocks in order in one namespace, as a reader would."""
     scope, out = {"__name__": name}, io.StringIO()
@@ -117,6 +128,41 @@ def test_the_examples_of_the_readme_run():
 )
 def test_the_examples_of_the_pages_run(page):
     run(FENCED.findall(page.read_text()), page.name)
+
+
+MADE = {"AbstractKernelOperator", "Adapted", "Dataset", "Desk", "Linearized", "PrecomputedKernel",
+        "StoredOperator"}  # fmt: skip
+"""What calls return to be given to other calls: models, data, operators. Results are for a reader."""
+
+
+def returned(value):
+    """Words in the return annotations of a function, or of the methods of a class."""
+    inside = vars(value).values() if inspect.isclass(value) else [value]
+    for each in (getattr(v, "fget", v) for v in inside):
+        plain = inspect.unwrap(getattr(getattr(each, "__func__", each), "fn", each))
+        kind = getattr(plain, "__annotations__", {}).get("return", "")
+        yield from re.findall(
+            r"\w+", kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+        )
+
+
+def results():
+    """Public classes that public calls return, in the rooms that users call by name."""
+    asked = {m: public_names(importlib.import_module(m)) for m in NAMESPACES}
+    build = ("infinite", "losses", "models", "operators", "problem", "solvers")
+    asked = {m: names for m, names in asked.items() if m.rpartition(".")[2] not in build}
+    classes = {n for names in asked.values() for n, v in names.items() if inspect.isclass(v)}
+    found = {
+        w for names in asked.values() for v in names.values() if callable(v) for w in returned(v)
+    }
+    return found & classes - MADE
+
+
+def test_every_result_has_an_example():
+    page = (DOCS / "howto" / "results.md").read_text()
+    found = results()
+    assert {"Fitted", "Update", "Audit", "Published", "Store"} <= found
+    assert [name for name in sorted(found) if not re.search(rf"\b{name}\b", page)] == []
 
 
 def docstrings(root=PACKAGE):

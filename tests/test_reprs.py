@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-from dualfluence import attribution, primal
+from dualfluence import attribution, primal, unlearning
+from dualfluence.store._format import Header
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(33, 3)), np.arange(33) % 2
@@ -22,7 +23,9 @@ def dot(x1, x2):
 
 
 @pytest.fixture(scope="module")
-def shown():
+def shown(tmp_path_factory):
+    report = dfl.kernels.KernelReport((), ())
+    header = (4, 1, 1, 2, "float32", "float32", "print", ())
     net = dfl.adapters.from_equinox(eqx.nn.MLP(3, 2, 8, 1, key=jax.random.key(0)))
     quiet = {"progress": False}
     # A kernel of one output compiles little.
@@ -58,6 +61,9 @@ def shown():
         "TRAK": attribution.TRAK(net, [net.params] * 9),
         "TrainingSet": fitted.data,
         "Dataset": dfl.datasets.load("mnist-small"),
+        "Published": unlearning.Published(net.params, 0.1, 0.2, 0.5, 1e-5, False),
+        "EmpiricalKernel": dfl.kernels.EmpiricalKernel(np.ones((3, 2, 3, 2)), report),
+        "Store": dfl.store.Store(tmp_path_factory.mktemp("repr"), Header(*header)),
     }
 
 

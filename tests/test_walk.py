@@ -4,6 +4,7 @@ A reader who follows a call opens these files. `walk.py` traces them in a proces
 the first call of a process runs what JAX traces.
 """
 
+import itertools
 import json
 import os
 import subprocess
@@ -50,6 +51,15 @@ def test_a_request_passes_few_modules(walks, request_):
 
 def test_a_fit_enters_its_rooms_in_order(walks):
     assert rooms(walks["fit"][0]) == ROOMS
+
+
+def test_only_the_kernel_is_entered_again_in_a_fit(walks):
+    """The number of outputs, which targets are checked against, is known after the network has been traced.
+    `K`, which may take hours, is made after that check. Both are work of `kernels`, so that `losses` comes
+    between them: with all of `kernels` first, a wrong label would be found when `K` is there."""
+    modules = [name for name in walks["fit"][0] if name.split(".")[0] in ROOMS[2:5]]
+    turns = [room for room, _ in itertools.groupby(name.split(".")[0] for name in modules)]
+    assert turns == ["kernels", "losses", "kernels", "operators"]
 
 
 def test_a_fit_passes_each_stage_once(walks):

@@ -14,7 +14,7 @@ from dualfluence.adapters import HashedText
 from dualfluence.apps.attribute._audit import audit
 from dualfluence.apps.attribute._commands import register
 from dualfluence.apps.attribute._data import Data, load_data, load_model
-from dualfluence.apps.attribute._findings import LETTERS, Shown, _summary
+from dualfluence.apps.attribute._findings import LETTERS, Look, _summary
 from dualfluence.attribution import evaluate
 
 pytestmark = [pytest.mark.thorough, pytest.mark.host]
@@ -136,7 +136,7 @@ def test_whole_numbers_of_a_table_are_what_task_says(tmp_path):
 
 
 def test_long_texts_on_a_page_end_with_a_word():
-    shown = Shown([" ".join(["word"] * 100), "z" * 500], None)
+    shown = Look([" ".join(["word"] * 100), "z" * 500], None)
     assert shown("train", 0).endswith("word …</div>")
     assert shown("train", 1).count("z") == LETTERS
 

@@ -180,7 +180,7 @@ def jacobian(x):
 def test_gradients_of_single_points(monkeypatch, limit):
     """All at once, and one at a time where they are large."""
     if limit is not None:
-        monkeypatch.setattr("dualfluence.models._passes.rows_at_once", lambda model: limit)
+        monkeypatch.setattr("dualfluence.models._passes.gradients_at_once", lambda model: limit)
     model = dfl.linearize(network, jax.tree.map(jnp.asarray, W))
     rows = np.einsum("nc,ncp->np", V, jacobian(X))
     x, v = jnp.asarray(X), jnp.asarray(V)

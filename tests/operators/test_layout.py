@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualfluence.operators._base import Layout, as_mesh, on_mesh, rows_for, whole
+from dualfluence.operators._base import Layout, as_mesh, every_row, on_mesh, rows_for
 
 TWO = Layout(((3, 4), (2, 5)))
 VALUES = np.arange(5.0)
@@ -22,17 +22,17 @@ def test_points_come_first_in_every_block():
 
 
 def test_room_for_more_points():
-    assert whole(4) == Layout(((4, 4),))
-    assert whole(4).holding(3) == Layout(((3, 4),))
-    assert whole(4).holding(4) == whole(4)
-    assert whole(4).extended(2) == Layout(((4, 4), (2, 2)))
+    assert every_row(4) == Layout(((4, 4),))
+    assert every_row(4).holding(3) == Layout(((3, 4),))
+    assert every_row(4).holding(4) == every_row(4)
+    assert every_row(4).extended(2) == Layout(((4, 4), (2, 2)))
     rows = jnp.asarray([1.0, 2.0, 3.0, 4.0])
     np.testing.assert_array_equal(Layout(((3, 4),)).points(rows), [1, 2, 3])
-    assert whole(4).points(rows) is rows
-    np.testing.assert_array_equal(whole(6).grow(rows, 6), [1, 2, 3, 4, 0, 0])
-    np.testing.assert_array_equal(whole(6).grow(rows[:, None], 5), [[1], [2], [3], [4], [0]])
-    assert whole(4).grow(rows, 4) is rows
-    assert whole(4).scalar(0.5, jnp.float32).dtype == jnp.float32
+    assert every_row(4).points(rows) is rows
+    np.testing.assert_array_equal(every_row(6).grow(rows, 6), [1, 2, 3, 4, 0, 0])
+    np.testing.assert_array_equal(every_row(6).grow(rows[:, None], 5), [[1], [2], [3], [4], [0]])
+    assert every_row(4).grow(rows, 4) is rows
+    assert every_row(4).scalar(0.5, jnp.float32).dtype == jnp.float32
 
 
 def test_a_stream_of_points_meets_few_shapes():

@@ -10,7 +10,7 @@ from structures import STRUCTURES, C, N, Toeplitz, features, known
 
 import dualfluence as dfl
 from dualfluence import operators as ops
-from dualfluence.operators._base import on_mesh, whole
+from dualfluence.operators._base import every_row, on_mesh
 
 EXACT = 1e-9
 """Relative to the size of `K`: far above the rounding of any order of summation, far below an error."""
@@ -94,7 +94,7 @@ def check_spread(case):
 def check_at_points(case):
     rows = np.asarray([5, 1, 2])
     where = case.op.layout.sharding
-    layout = whole(3) if where is None else on_mesh(3, where.mesh)
+    layout = every_row(3) if where is None else on_mesh(3, where.mesh)
     moved = case.op.at_points(jnp.asarray(case.points[rows]), layout)
     assert_is(moved, matrix(case, rows), slack(case))
 

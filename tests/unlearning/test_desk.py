@@ -21,7 +21,7 @@ import dualfluence as dfl
 import problems
 from dualfluence._support.files import FileError
 from dualfluence.unlearning import LedgerError, _engine, _ledger
-from dualfluence.unlearning._payload import digest_of
+from dualfluence.unlearning._payload import digest_of_model
 
 N = 16
 
@@ -103,7 +103,7 @@ def test_replay_is_bit_identical(p, fitted, tmp_path, references):
         alpha, digest = np.asarray(desk.model.alpha), desk.model_digest
     with dfl.unlearning.open(tmp_path, fitted, **options) as desk:
         np.testing.assert_array_equal(desk.model.alpha, alpha)
-        assert desk.model_digest == digest == digest_of(desk.model, desk.points.root)
+        assert desk.model_digest == digest == digest_of_model(desk.model, desk.points.root)
         with pytest.raises(KeyError):
             desk.remove("new")
         with pytest.raises(ValueError, match="a name can be used only once"):

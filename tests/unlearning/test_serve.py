@@ -23,7 +23,7 @@ import problems
 from dualfluence.apps.serve._app import make_app
 from dualfluence.apps.serve._token import is_authorised, read_token
 from dualfluence.unlearning._engine import Engine
-from dualfluence.unlearning._payload import digest_of
+from dualfluence.unlearning._payload import digest_of_model
 
 pytestmark = pytest.mark.host
 
@@ -261,7 +261,7 @@ def check_after_kills(folder, acknowledged):
     with dfl.unlearning.open(folder / "desk", fitted) as desk:
         last = desk.ledger.lines[-1]
         # Computed anew: to the bit what the server that was killed had.
-        assert digest_of(desk.model, desk.points.root) == last["model_after"]
+        assert digest_of_model(desk.model, desk.points.root) == last["model_after"]
         assert not [note for note in desk.notes if "rounding" in note]
         assert len(acknowledged) <= len(desk.ledger.lines) - 1
     assert dfl.unlearning.verify(folder / "desk").valid

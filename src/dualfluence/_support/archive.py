@@ -40,7 +40,7 @@ def write_archive(path: Path, header: Json, arrays: dict[str, np.ndarray]) -> No
         plain[name], narrow = _storable(np.asarray(array))
         if narrow is not None:
             dtypes[name] = narrow
-    listed = {name: digest(array) for name, array in plain.items()}
+    listed = {name: digest_of_array(array) for name, array in plain.items()}
     text = seal({**header, "sha256": listed, "dtypes": dtypes})
     members = {HEADER: np.frombuffer(text, np.uint8), **plain}
     remove_stale(path.parent, path.name)
@@ -63,7 +63,7 @@ def read_archive(
             _check_names(header["sha256"], set(members) - {HEADER})
             arrays = {name: _read(archive, members, name) for name in header["sha256"]}
         for name, array in arrays.items():
-            if digest(array) != header["sha256"][name]:
+            if digest_of_array(array) != header["sha256"][name]:
                 raise Damaged(f"array {name!r} fails its checksum")
         arrays = {n: _restored(a, header["dtypes"].get(n)) for n, a in arrays.items()}
     return header, arrays
@@ -117,7 +117,7 @@ def unseal(text: bytes) -> Json:
     return content
 
 
-def digest(array: np.ndarray) -> str:
+def digest_of_array(array: np.ndarray) -> str:
     """SHA-256 of dtype, shape and bytes."""
     total = hashlib.sha256(f"{array.dtype.str}{array.shape}".encode())
     total.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
@@ -127,7 +127,7 @@ def digest(array: np.ndarray) -> str:
 def digest_of_all(arrays: PyTree) -> str:
     """SHA-256 over the leaves of a tree, in order: the digests of arrays, the words of all else."""
     each = (
-        digest(np.asarray(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
+        digest_of_array(np.asarray(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
         for leaf in jax.tree.leaves(arrays)
     )
     return hashlib.sha256("".join(each).encode()).hexdigest()

@@ -45,8 +45,8 @@ class Adapted(Shown):
     - `params`: a dict. `"params"` is trained; other collections (`"state"`, in Linen `"batch_stats"`
       and others) are not: running statistics, buffers, frozen parameters.
     - `trainable`: `(path, leaf) -> bool`, false outside `"params"`.
-    - `reader`: a model object to a tree like `params`.
-    - `rebuild`: a tree like `params` to a model object.
+    - `reader`: a function that takes a model object to a tree like `params`.
+    - `rebuild`: a function that takes a tree like `params` to a model object.
     - `scale`: of the ridge, as in `linearize`; see `with_scale`.
     """
 
@@ -194,7 +194,7 @@ def evaluation_flags(call: Callable[..., Any], given: dict[str, Any]) -> dict[st
     return {name: off for name, off in EVALUATION.items() if name in names} | given
 
 
-def check_model(call: str, model: Any, kind: type, name: str) -> None:
+def check_kind_of_model(call: str, model: Any, kind: type, name: str) -> None:
     """Raise unless `model` is an object of the framework's class."""
     if not isinstance(model, kind):
         what = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__

@@ -67,11 +67,11 @@ def audit(
     near: float = 0.25,
     classes: Any = None,
 ) -> Audit:
-    r"""Look for what is wrong in a training set: labels, duplicates, leaks, lone and idle points.
+    r"""Look for wrong labels, duplicates, leaks, and points that decide all or nothing in a training set.
 
-    Every point is predicted by the model trained without it, all from one factorisation, where tools that
-    train by folds leave out a tenth or a fifth at once. From these predictions follow how likely each
-    label is wrong and which would fit better.
+    Every point is predicted by a model that was trained without it. One factorisation gives all of these
+    models, each without a single point; tools that train by folds leave out a tenth or a fifth at once.
+    The predictions tell how likely each label is wrong and which label would fit better.
 
     ```python
     import numpy as np
@@ -85,9 +85,9 @@ def audit(
     **Arguments:**
 
     - `model`: `None` takes an infinitely wide network with squared error, whose leave-one-out is exact.
-      A `Fitted` is audited as it is, with its own points. Else a network (`linearize`, `adapters`) or
-      kernel as for `fit`, or an estimator or pipeline of scikit-learn that ends in `LogisticRegression`,
-      `Ridge` or `RidgeClassifier`, or an estimator of `adapters`.
+      A `Fitted` is audited as it is, with its own points. Others are a network (`linearize`, `adapters`)
+      or a kernel as for `fit`, an estimator of `adapters`, and an estimator or pipeline of scikit-learn
+      that ends in `LogisticRegression`, `Ridge` or `RidgeClassifier`.
     - `x`, `y`: points and their labels, as arrays, lists or data frames. Labels may be strings.
     - `x_test`, `y_test`: a test set, to look for leaks and, with `y_test`, wrong labels there.
     - `encoder`: a frozen function from the points (texts, pictures) to an array `(n, d)`.
@@ -95,8 +95,8 @@ def audit(
       numbers with a fraction are `"regression"`.
     - `ridge`: of a network; by default the one of least leave-one-out loss, on a part of the points.
     - `threshold`: probability from which a label is called wrong.
-    - `near`: distance, in medians of the distance to the nearest neighbour, below which points are near
-      duplicates.
+    - `near`: the distance below which points are near duplicates. The unit is the median distance of a
+      point to its nearest neighbour.
     - `classes`: names of the outputs of a `Fitted`.
 
     **Returns:** `attribution.Audit`.

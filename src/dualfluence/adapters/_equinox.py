@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, PyTree
 
-from ._adapted import Adapted, Trainable, adapt, check_model, evaluation_flags
+from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, evaluation_flags
 
 
 def from_equinox(
@@ -24,9 +24,9 @@ def from_equinox(
     - `trainable`: which parameters are trained, all by default.
     - `call`: further arguments of the call; an argument `key` is `None`.
 
-    **Returns:** `Adapted`; `restore` gives the module, with a state the pair of both, in inference mode.
+    **Returns:** `Adapted`; `restore` gives the module in inference mode, or the pair of module and state.
     """
-    check_model("from_equinox", model, eqx.Module, "an eqx.Module")
+    check_kind_of_model("from_equinox", model, eqx.Module, "an eqx.Module")
     static = _split(model)[1]
     treedef = jax.tree.structure(state)
     options = evaluation_flags(type(model).__call__, _keyless(model) | call)

@@ -24,7 +24,7 @@ def from_haiku(
     - `call`: arguments of the function other than `x`. A flag such as `is_training` is set to
       evaluation unless it is given.
 
-    **Returns:** `Adapted`; `restore` gives the parameters, with a state the pair of both.
+    **Returns:** `Adapted`; `restore` gives the parameters, or the pair of parameters and state.
     """
     hk = need("haiku", "from_haiku", "haiku")
     stateful = _check_transformed(hk, transformed, state)

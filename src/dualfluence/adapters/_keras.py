@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import Array, PyTree
 
-from ._adapted import Adapted, Trainable, adapt, check_model, evaluation_flags, need
+from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, evaluation_flags, need
 
 
 def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
@@ -26,13 +26,13 @@ def from_keras(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
     **Returns:** `Adapted`; `restore` gives a Keras model.
     """
     keras = _import_keras()
-    check_model("from_keras", model, keras.Model, "a keras.Model")
+    check_kind_of_model("from_keras", model, keras.Model, "a keras.Model")
     _check_ready(keras, model)
     options = evaluation_flags(model.call, call)
     names = _names(model.trainable_variables), _names(model.non_trainable_variables)
 
     def read(other: Any) -> PyTree:
-        check_model("read", other, keras.Model, "a keras.Model")
+        check_kind_of_model("read", other, keras.Model, "a keras.Model")
         # By the names of this model: Keras numbers layers anew in every copy.
         return {
             "params": _values(names[0], other.trainable_variables),
@@ -94,6 +94,6 @@ def _names(variables: Sequence[Any]) -> list[str]:
 def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, Any]:
     if len(names) != len(variables):
         raise ValueError(
-            f"read: this model has {len(names)} such variables, the other {len(variables)}."
+            f"read: this model has {len(names)} variables of one kind, the other model {len(variables)}."
         )
     return {name: variable.value for name, variable in zip(names, variables, strict=True)}

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree
 
-from ._adapted import Adapted, Trainable, adapt, check_model, evaluation_flags, need
+from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, evaluation_flags, need
 
 
 def from_linen(module: Any, variables: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
@@ -25,7 +25,7 @@ def from_linen(module: Any, variables: Any, *, trainable: Trainable = None, **ca
     """
     linen = need("flax.linen", "from_linen", "flax")
     core = need("flax.core", "from_linen", "flax")
-    check_model("from_linen", module, linen.Module, "a linen.Module")
+    check_kind_of_model("from_linen", module, linen.Module, "a linen.Module")
     _check_variables("from_linen", variables)
     options = evaluation_flags(type(module).__call__, call)
     frozen = isinstance(variables, core.FrozenDict)

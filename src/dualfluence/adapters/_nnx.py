@@ -5,7 +5,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, PyTree
 
-from ._adapted import Adapted, Trainable, adapt, check_model, evaluation_flags, need
+from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, evaluation_flags, need
 
 
 def from_nnx(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
@@ -22,14 +22,14 @@ def from_nnx(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted
     **Returns:** `Adapted`; `restore` gives an `nnx.Module` in evaluation mode.
     """
     nnx = need("flax.nnx", "from_nnx", "flax")
-    check_model("from_nnx", model, nnx.Module, "an nnx.Module")
+    check_kind_of_model("from_nnx", model, nnx.Module, "an nnx.Module")
     kinds = (nnx.Param, nnx.RngState, ...)
     # Random streams are constants of the copy: in evaluation mode nobody draws from them.
     graph, params, streams, state = nnx.split(_evaluating(nnx, model), *kinds)
     options = evaluation_flags(type(model).__call__, call)
 
     def read(other: Any) -> PyTree:
-        check_model("read", other, nnx.Module, "an nnx.Module")
+        check_kind_of_model("read", other, nnx.Module, "an nnx.Module")
         _, params, _, state = nnx.split(other, *kinds)
         return {"params": nnx.to_pure_dict(params), "state": nnx.to_pure_dict(state)}
 

@@ -58,9 +58,10 @@ def adam_record(
     - `states`: what the optimiser kept at each checkpoint: Optax's state, or a copy of
       `torch_optimizer.state_dict()`.
     - `params`: parameters as the model takes them (`adapted.params`), for their tree.
-    - `learning_rate`: as in `sgd_record`; from PyTorch a constant one is read.
-    - `b2`, `eps`, `weight_decay`: those of training. PyTorch's are read; Optax does not keep them, and its
-      defaults are 0.999, 1e-8 and, for `optax.adamw`, 1e-4, which must be given.
+    - `learning_rate`: as in `sgd_record`. For PyTorch it is read from the state if it is constant.
+    - `b2`, `eps`, `weight_decay`: those of training. For PyTorch they are read from the state. Optax does not
+      keep them: give those that differ from 0.999, 1e-8 and 0, such as the 1e-4 by which `optax.adamw`
+      decays unless told otherwise.
     - `names`: for PyTorch, the names of the optimiser's parameters in its order,
       `[name for name, _ in model.named_parameters()]`.
     """
@@ -163,7 +164,8 @@ def _torch_options(state: dict[str, Any]) -> dict[str, Any]:
         )
     if any(g["weight_decay"] and g.get("decoupled_weight_decay") is False for g in groups):
         raise ValueError(
-            "adam_record: torch.optim.Adam adds its weight decay to the gradient, which no ridge is. "
+            "adam_record: torch.optim.Adam adds its weight decay to the gradient, which no "
+            "ridge describes. "
             "Train with AdamW."
         )
     if any(g.get("initial_lr", g["lr"]) != g["lr"] for g in groups):

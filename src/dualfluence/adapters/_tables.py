@@ -89,8 +89,8 @@ def as_matrix(x: Any, what: str) -> Float[np.ndarray, "n d"]:
     if hasattr(x, "toarray"):
         if float(np.prod(x.shape)) > MOST_DENSE:
             raise ValueError(
-                f"{what}: the sparse matrix of shape {x.shape} does not fit in memory as numbers. Project "
-                "it first, e.g. by scikit-learn's TruncatedSVD."
+                f"{what}: the sparse matrix of shape {x.shape} does not fit in memory as a dense array. "
+                "Project it first, e.g. by scikit-learn's TruncatedSVD."
             )
         x = x.toarray()
     if is_text(x):

@@ -21,8 +21,8 @@ PART = 4
 class HashedText:
     """A frozen encoder of text: words, pairs of words and parts of words, hashed into signed columns.
 
-    The same text gives the same row everywhere. Rows have length 1; an empty text is zero. A start for
-    an audit without a language model; the embeddings of one tell classes apart better.
+    The same text gives the same row everywhere. Rows have length 1; an empty text is zero. Use it to
+    audit text without a language model. The embeddings of a language model tell classes apart better.
 
     **Arguments:**
 

@@ -20,8 +20,9 @@ def tokenised(
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Inputs and targets for `Trajectory` and `fit` from tokenised sequences.
 
-    Sequences of different lengths are padded behind to the longest; `attention_mask` is added if there is
-    none, and padding is −100 in the targets. Data that hold padding of their own need their mask.
+    Sequences of different lengths are padded at their end, to the length of the longest. An `attention_mask`
+    is added if there is none, and padding is −100 in the targets. Data that are padded already must come
+    with their attention mask.
 
     **Arguments:**
 
@@ -44,7 +45,9 @@ def tokenised(
     names = [name for name, value in rows[0].items() if not isinstance(value, str)]
     for i, row in enumerate(rows):
         if missing := [name for name in names if name not in row]:
-            raise ValueError(f"tokenised: sequence {i} has no {', '.join(missing)}, the first has.")
+            raise ValueError(
+                f"tokenised: sequence {i} has no {', '.join(missing)}, which the first sequence has."
+            )
     for i, row in enumerate(rows):
         if not len(row["input_ids"]):
             raise ValueError(f"tokenised: sequence {i} has no tokens. Leave it out.")
@@ -132,9 +135,9 @@ def _check_unpadded(rows: Sequence[np.ndarray]) -> None:
             if max(runs) > 1 and len(rows) > 1 and everywhere == sum(runs):
                 raise ValueError(
                     f"tokenised: no attention_mask, but {sum(r > 1 for r in runs)} sequences {side} with "
-                    f"token {token} up to {max(runs)} times, which stands nowhere else. This looks like "
-                    "padding, which would count as text. Keep the tokenizer's attention_mask, or give one "
-                    "of ones if these tokens are text."
+                    f"token {token} up to {max(runs)} times. The token stands nowhere else, so it looks "
+                    "like padding, which would count as text. Keep the tokenizer's attention_mask, or give "
+                    "one of ones if these tokens are text."
                 )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PyTree
 
-from ._adapted import Adapted, Trainable, adapt, check_model, need
+from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, need
 
 
 def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
@@ -29,14 +29,14 @@ def from_torch(model: Any, *, trainable: Trainable = None, **call: Any) -> Adapt
     **Returns:** `Adapted`; `restore` gives an `nn.Module` in evaluation mode.
     """
     torch, torchax = (need(name, "from_torch", "torch") for name in ("torch", "torchax"))
-    check_model("from_torch", model, torch.nn.Module, "a torch.nn.Module")
+    check_kind_of_model("from_torch", model, torch.nn.Module, "a torch.nn.Module")
     env = torchax.default_env()
     # A twin of its own, so that training the user's module further changes nothing here.
     twin = copy.deepcopy(model).cpu().eval()
     learned = {name for name, p in model.named_parameters() if p.requires_grad}
 
     def read(other: Any) -> PyTree:
-        check_model("read", other, torch.nn.Module, "a torch.nn.Module")
+        check_kind_of_model("read", other, torch.nn.Module, "a torch.nn.Module")
         held = dict(other.named_parameters()) | dict(other.named_buffers())
         arrays = {name: _to_array(name, value, name in learned) for name, value in held.items()}
         return {

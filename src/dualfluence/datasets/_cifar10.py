@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .._support.options import ProgressFn
-from ._dataset import Dataset, check_labels
+from ._dataset import Dataset, check_label_range
 from ._files import RemoteFile, fetch, find_file, given_folder, where_to_put
 
 NUM_CLASSES = 10
@@ -47,7 +47,7 @@ def parse_records(content: bytes, where: str) -> tuple[np.ndarray, np.ndarray]:
         )
     records = np.frombuffer(content, np.uint8).reshape(-1, RECORD_BYTES)
     labels, planes = records[:, 0], records[:, 1:].reshape(-1, 3, 32, 32)
-    check_labels(labels, NUM_CLASSES, where)
+    check_label_range(labels, NUM_CLASSES, where)
     return planes.transpose(0, 2, 3, 1), labels
 
 
@@ -58,19 +58,19 @@ def read_files(
     folder = given_folder(data_dir)
     names = (*TRAIN_FILES, TEST_FILE)
     if folder is None:
-        yield from read_archive(fetch(ARCHIVE, SUBFOLDER, BY_HAND, progress))
+        yield from unpack_archive(fetch(ARCHIVE, SUBFOLDER, BY_HAND, progress))
         return
     paths = [find_file(folder, SUBFOLDER, (name,)) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if not missing:
         yield from ((str(path), path.read_bytes()) for path in paths if path is not None)
     elif archive := find_file(folder, SUBFOLDER, (ARCHIVE.name,)):
-        yield from read_archive(archive)
+        yield from unpack_archive(archive)
     else:
         raise FileNotFoundError(f"cifar10: {folder} lacks {', '.join(missing)}. {BY_HAND}")
 
 
-def read_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
+def unpack_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
     """The same from the published archive, unpacked in memory: nothing is written."""
     names = (*TRAIN_FILES, TEST_FILE)
     found = {}

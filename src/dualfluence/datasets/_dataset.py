@@ -40,7 +40,7 @@ class Dataset(Shown):
                     f"{self.name}: {len(x)} {split} images but labels of shape {y.shape}; "
                     "one label per image is needed."
                 )
-            check_labels(y, self.num_classes, f"{self.name}, {split} labels")
+            check_label_range(y, self.num_classes, f"{self.name}, {split} labels")
 
     def take(self, train: np.ndarray, test: np.ndarray) -> "Dataset":
         """The points at these positions, or where these flags are true."""
@@ -53,7 +53,7 @@ class Dataset(Shown):
         )
 
 
-def check_labels(labels: np.ndarray, num_classes: int, where: str) -> None:
+def check_label_range(labels: np.ndarray, num_classes: int, where: str) -> None:
     """Raise unless every label is in `[0, num_classes)`."""
     bad = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if bad.size:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from .._support.options import ProgressFn
-from ._dataset import Dataset, check_labels
+from ._dataset import Dataset, check_label_range
 from ._files import RemoteFile, fetch, find_file, given_folder, where_to_put
 
 NUM_CLASSES = 10
@@ -98,7 +98,7 @@ def read_split(images_path: Path, labels_path: Path) -> tuple[np.ndarray, np.nda
             f"{images_path} has {len(images)} images, {labels_path} {len(labels)} labels; "
             "they belong to different splits."
         )
-    check_labels(labels, NUM_CLASSES, str(labels_path))
+    check_label_range(labels, NUM_CLASSES, str(labels_path))
     return images, labels
 
 

@@ -101,7 +101,7 @@ def see(model: Linearized, params: PyTree, x: Array, linearised: bool) -> SeenNe
     )
 
 
-def measure(
+def measure_fidelity(
     trained: SeenNetwork, gradient_at: Linearized, g: Array, gap: PyTree, ridge: float
 ) -> Fidelity:
     """`gradient_at` has the Jacobian of the objective that was trained; `gap` is `θ − θ₀ − Jᵀα`."""

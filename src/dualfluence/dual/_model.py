@@ -26,7 +26,7 @@ from ..losses import AbstractLoss
 from ..models._passes import outputs_at
 from ..models._sources import AbstractSource
 from ..operators import AbstractKernelOperator
-from ..operators._base import Layout, whole
+from ..operators._base import Layout, every_row
 from ..problem._certificate import Certificate, Stats
 from ..problem._objective import Problem, State, TrainingSet, make_problem
 from ..solvers import AbstractPreconditioner
@@ -120,7 +120,7 @@ class DualModel(abc.ABC):
     @property
     def _read_layout(self) -> Layout:
         """Rows that read-outs go over: spare ones too, because their number seldom changes."""
-        return self.layout if self.layout.sharding is None else whole(self.data.num_points)
+        return self.layout if self.layout.sharding is None else every_row(self.data.num_points)
 
     @cached_property
     def _x_rows(self) -> Array:

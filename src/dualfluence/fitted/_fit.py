@@ -40,7 +40,7 @@ from ._options import (
     kernel_options,
     settings,
 )
-from ._run import as_given, run, starts_wide, widened_model
+from ._run import Task, as_given, run, starts_wide, widened_model
 from ._setup import (
     Setup,
     make_operator,
@@ -232,7 +232,8 @@ def _untrained(
 
 
 def _train(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:
-    fitted = run(start, start.data, start.state, goal, how, clock, start.stats.notes).after
+    task = Task(start, start.data, start.state, goal, how, clock, start.stats.notes)
+    fitted = run(task).after
     products = fitted.stats.products + start.stats.products
     return replace(fitted, stats=fitted.stats._replace(products=products))
 

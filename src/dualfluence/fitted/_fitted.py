@@ -37,7 +37,7 @@ from ..solvers import AbstractDualSolver, Auto
 from ._file import write_record
 from ._options import settings
 from ._purge import purged
-from ._run import run, zero
+from ._run import Task, run, zero
 from ._setup import extended
 from ._update import (
     Update,
@@ -103,11 +103,11 @@ class Fitted(Shown, TrainedModel):
         base = extended(self if mesh is None else self.on(mesh), data, progress)
         least = int(not data.same_objective(self.data))
         goal = Goal(until, None, steps if until is None else MAX_STEPS, min_steps=least)
-        done = run(base, data, base.state, goal, how, clock)
+        done = run(Task(base, data, base.state, goal, how, clock))
         if drift is not None and exceeds(done.after.certificate, drift):
             limit = self._remaining(distance_limit(done.after.certificate, drift))
             goal = Goal(limit, None, MAX_STEPS, min_steps=least)
-            done = run(base, data, base.state, goal, how, clock)
+            done = run(Task(base, data, base.state, goal, how, clock))
         certificate, stats = done.after.certificate, done.after.stats
         asked = until is not None or drift is not None
         chain = follow(self.stats, certificate, met=asked and stats.converged)
@@ -132,7 +132,7 @@ class Fitted(Shown, TrainedModel):
         clock = Clock()
         base = extended(self, data, progress)
         goal = fit_goal(tolerance, MAX_STEPS, base.offset.dtype)
-        done = run(base, data, zero(base), goal, how, clock)
+        done = run(Task(base, data, zero(base), goal, how, clock))
         return updated(done.before, done.after, done.after.stats)
 
     @in_own_precision
@@ -253,8 +253,8 @@ class Fitted(Shown, TrainedModel):
         - `xq`, `yq`: queries and their targets.
         - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
           log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
-        - `first_order`: the cheaper infinitesimal effect, without leverage and the renormalised mean,
-          and linear in the outputs.
+        - `first_order`: the effect of an infinitesimal weight, which is cheaper. It leaves out the leverage
+          of the point and the renormalised mean, and is linear in the outputs.
         - `refine`: take steps until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
         - `block_size`: queries and left-out points at a time; by default as many as memory allows.

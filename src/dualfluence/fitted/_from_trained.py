@@ -16,7 +16,7 @@ from .._support.compile import double, filter_jit
 from .._support.options import Clock, ProgressFn, check_choice, check_flag, check_instance
 from .._support.points import tree_norm
 from .._support.types import Inputs, Numbers
-from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure, see, warn_if_far
+from ..dual._fidelity import FAR, Fidelity, SeenNetwork, measure_fidelity, see, warn_if_far
 from ..dual._model import Reference
 from ..dual._newton import inspect_jit, op_diagonal, op_mv
 from ..kernels._affine import is_affine
@@ -69,8 +69,8 @@ def from_trained(
     -g/\lambda$ as at a stationary point. The error that training left is the gap $\gamma =
     \theta-\theta_0-J^\top\alpha$, so that $\theta = (\theta_0+\gamma)+J^\top\alpha$: the model is
     exactly stationary for the same objective with its ridge around $\theta_0+\gamma$. Edits move
-    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error and that
-    centre.
+    $\theta$ by $J^\top\Delta\alpha$ and keep $\gamma$; one step is exact for squared error with
+    the ridge around that centre.
 
     **Linear models** (`linearised=True`, proven linear by the operations of `apply_fn`, or found linear
     up to rounding; in the last case every answer checks it again). With $f=f_0+J(\theta-\theta_0)$ the
@@ -157,7 +157,7 @@ def _taken_over(
     state = State(placed, op_mv(op, placed))
     offset = op.layout.place(outputs, "last") - state.k_alpha
     gap = jax.tree.map(jnp.subtract, trained.change, source.pull_back(data.x, alpha))
-    fidelity = measure(trained, model if linearised else at_theta, g, gap, ridge)
+    fidelity = measure_fidelity(trained, model if linearised else at_theta, g, gap, ridge)
     diagonal = op_diagonal(op)
     unit = rounding_unit(source, op)
     problem = make_problem(data, loss, ridge, offset, op.layout, unit)

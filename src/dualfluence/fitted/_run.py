@@ -183,7 +183,7 @@ BENT = (
 
 
 @dataclass(frozen=True, eq=False)
-class Run(Generic[Trained]):
+class Done(Generic[Trained]):
     """The model that a run started from, in the precision that it ended in, the one after it, and why it
     ended."""
 
@@ -199,24 +199,33 @@ def zero(model: TrainedModel) -> State:
     return State(nothing, nothing)
 
 
-def run(
-    model: Trained,
-    data: TrainingSet,
-    start: State,
-    goal: Goal,
-    how: Settings,
-    clock: Clock,
-    notes: tuple[str, ...] = (),
-) -> Run[Trained]:
-    """Newton steps on `data` from `start`, with the kernel, ridge and preconditioner of `model`.
+@dataclass(frozen=True, eq=False)
+class Task(Generic[Trained]):
+    """Newton steps on `data` from `start` to `goal`, with the kernel, ridge and preconditioner of `model`.
+
+    `notes` come before those of the run in its `stats`.
+    """
+
+    model: Trained
+    data: TrainingSet
+    start: State
+    goal: Goal
+    how: Settings
+    clock: Clock
+    notes: tuple[str, ...] = ()
+
+
+def run(task: Task[Trained]) -> Done[Trained]:
+    """Take the steps of a task.
 
     Where rounding of float32 leaves an answer short, the run is repeated in float64 from where it came to.
     """
+    model, start, goal, how = task.model, task.start, task.goal, task.how
     if not can_widen(model):
         with double(model.is_wide):
-            return _run(model, data, start, goal, how, clock, notes)
+            return _run(task)
     try:
-        done = _run(model, data, start, goal, how._replace(on_failure="report"), clock, notes)
+        done = _run(replace(task, how=how._replace(on_failure="report")))
     except NotFinite:
         alpha = start.alpha
     else:
@@ -232,21 +241,15 @@ def run(
     with double():
         alpha = widened(wide.layout.points(alpha))
         again = State(alpha, op_mv(wide.kernel_op, alpha))
-        data = replace(data, targets=widened(data.targets))
-        goal = goal.in_dtype(alpha.dtype)
-        return _run(wide, data, again, goal, how, clock, (*notes, WIDENED))
+        data = replace(task.data, targets=widened(task.data.targets))
+        goal, notes = goal.in_dtype(alpha.dtype), (*task.notes, WIDENED)
+        return _run(Task(wide, data, again, goal, how, task.clock, notes))
 
 
-def _run(
-    model: Trained,
-    data: TrainingSet,
-    start: State,
-    goal: Goal,
-    how: Settings,
-    clock: Clock,
-    notes: tuple[str, ...],
-) -> Run[Trained]:
+def _run(task: Task[Trained]) -> Done[Trained]:
     """A run in the precision of the model."""
+    model, data, start, goal = task.model, task.data, task.start, task.goal
+    how, clock, notes = task.how, task.clock, task.notes
     dtype, problem = model.offset.dtype, model.problem(data)
     rtol = default_rtol(dtype) if how.rtol is None else how.rtol
     weights = model.layout.expand(data.sample_weights, "zero")  # none for spare rows
@@ -283,7 +286,7 @@ def _run(
         notes + outcome.notes(dtype),
     )
     check_outcome(stats, how.on_failure, how.what, certificate, dtype)
-    return Run(model, replace(after, certificate=certificate, stats=stats), outcome.ending)
+    return Done(model, replace(after, certificate=certificate, stats=stats), outcome.ending)
 
 
 def _bends(model: TrainedModel) -> bool:

@@ -101,6 +101,7 @@ def prepare(
     if base is not None:
         check_finite("outputs of apply_fn", base)
     dtype = base.dtype if base is not None else jnp.result_type(float)
+    # Before K, which may take hours, and after the network, from which c is known.
     targets = loss.prepare_targets(y, c, dtype)
     if c is None:
         c = targets.shape[1] if targets.ndim == 2 else 1

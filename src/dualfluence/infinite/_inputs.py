@@ -42,7 +42,7 @@ def as_points(x: Any, name: str) -> Array:
     return jnp.asarray(x)
 
 
-def check_finite(x: Array, name: str) -> None:
+def check_finite_points(x: Array, name: str) -> None:
     """Raise for NaN or infinity, unless `x` is traced."""
     if isinstance(x, Tracer) or bool(jnp.isfinite(x).all()):
         return

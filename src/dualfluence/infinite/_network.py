@@ -17,7 +17,7 @@ from .._support.options import ProgressFn
 from .._support.points import common_dtype
 from .._support.types import AnyArray, Numbers
 from ._branches import Serial, Sum
-from ._inputs import as_points, check_finite, check_match, input_spec
+from ._inputs import as_points, check_finite_points, check_match, input_spec
 from ._norm import Dropout
 from ._spec import AbstractLayer, Band, Records, Spec
 from ._states import Pairs, cross_vectors, images, vectors_with_themselves
@@ -79,8 +79,8 @@ class Network(Serial):
             check_match(x1, x2)
             dtype = common_dtype(x1.dtype, x2.dtype)
             x1, x2 = x1.astype(dtype), x2.astype(dtype)
-            check_finite(x2, "x2")
-        check_finite(x1, "x1")
+            check_finite_points(x2, "x2")
+        check_finite_points(x1, "x1")
         shape = x1.shape[1:]
         self._check_ends(input_spec(x1.shape))
         n2 = x1.shape[0] if x2 is None else x2.shape[0]
@@ -125,7 +125,7 @@ class Network(Serial):
         """The kernel of every point with itself, `(n,)`, without pairs."""
         self._check_kind(kind)
         x = as_points(x, "x")
-        check_finite(x, "x")
+        check_finite_points(x, "x")
         self._check_ends(input_spec(x.shape))
         size = self._points_per_chunk(x, tile_bytes)
         parts = [_diagonal(self, kind, x[i : i + size]) for i in range(0, x.shape[0], size)]
@@ -186,7 +186,7 @@ class Network(Serial):
     ) -> tuple[tuple[int, int], int]:
         """Rows and columns of one tile, and the number of its rows to work on at a time.
 
-        From an estimate of the working memory. Tiles of images fill whole vector registers, if
+        They follow from an estimate of the working memory. Tiles of images fill whole vector registers, if
         necessary with copies of the last point, and are computed a few rows at a time. Tiles of vectors
         are square and computed at once.
         """

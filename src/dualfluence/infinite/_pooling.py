@@ -11,7 +11,7 @@ from jaxtyping import Array, PyTree
 from ._gap import Joint, joint_from_distance, safe_sqrt
 from ._spec import AbstractLayer, Band, Records, Spec
 from ._states import ImagePairs, VectorPairs, settle
-from ._weights import Padding, check_fits, check_window, need_window, padded
+from ._weights import Padding, check_window, check_window_fits, need_window, padded
 from ._windows import (
     at_first,
     at_second,
@@ -57,7 +57,7 @@ class _Pool(AbstractLayer):
         return np.outer(*counts).astype(float)
 
     def out_spec(self, spec: Spec) -> Spec:
-        check_fits(self, spec, self.window, self.padding)
+        check_window_fits(self, spec, self.window, self.padding)
         if any(k > n for k, n in zip(self.window, spec.shape, strict=True)):
             raise ValueError(
                 f"{type(self).__name__}: the window {self.window} is larger than the image "

@@ -158,7 +158,8 @@ class Conv(AbstractLayer):
     **Arguments:** as of `Dense`, and
 
     - `filter_shape`, `strides`: per axis.
-    - `padding`: `"SAME"` and `"VALID"` as in XLA, `"CIRCULAR"` wraps the amounts of `"SAME"`.
+    - `padding`: `"SAME"` and `"VALID"` as in XLA, `"CIRCULAR"` pads as much as
+      `"SAME"`, with the pixels of the other side.
     """
 
     filter_shape: tuple[int, int] = (3, 3)
@@ -175,7 +176,7 @@ class Conv(AbstractLayer):
         check_window(self, self.filter_shape, self.strides, self.padding)
 
     def out_spec(self, spec: Spec) -> Spec:
-        check_fits(self, spec, self.filter_shape, self.padding)
+        check_window_fits(self, spec, self.filter_shape, self.padding)
         _fan_in(self, spec)
         _, sizes = pads_and_sizes(spec.shape, self.filter_shape, self.strides, self.padding)
         return Spec(sizes, _out_width(self, 0), gaussian=True, fresh=True)
@@ -271,7 +272,9 @@ def check_window(
             raise ValueError(f"{name}: {what} must be two positive integers, got {value}.")
 
 
-def check_fits(layer: AbstractLayer, spec: Spec, window: tuple[int, int], padding: str) -> None:
+def check_window_fits(
+    layer: AbstractLayer, spec: Spec, window: tuple[int, int], padding: str
+) -> None:
     """Raise unless the window can be laid on the image."""
     name = type(layer).__name__
     if not spec.is_image:

@@ -1,7 +1,5 @@
 r"""The empirical NTK along one direction of outputs per point: `v_iᵀ K_ij`, never the whole of `K`."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,12 +61,12 @@ def _tile(prepared: Prepared, f1: Features, f2: Features) -> Array:
     return jax.block_until_ready(prepared.tile(f1, f2, traced=False)[:, 0])
 
 
-@partial(jit, static_argnames="precision")
-def fold_outputs(features: Features, v: Array, precision: PrecisionLike = HIGHEST) -> Features:
+@jit
+def fold_outputs(features: Features, v: Array) -> Features:
     """Features of the one output `v·f` of each point."""
 
     def fold(a: Array) -> Array:
-        return jnp.einsum("nc,nc...->n...", v, a, precision=precision)[:, None]
+        return jnp.einsum("nc,nc...->n...", v, a, precision=HIGHEST)[:, None]
 
     pairs = tuple(Pair(pair.left, fold(pair.right)) for pair in features.pairs)
     rows = tuple(fold(row) for row in features.rows)

@@ -20,8 +20,8 @@ from jaxtyping import Array, PyTree
 
 from .._support.compile import PRECISION, jit
 from .._support.types import Inputs, Leaves
-from ._program import as_program, mentions, program_digest, shapes_of, trace
-from ._rows import Free, Mixed, Points, follow_rows
+from ._program import as_program, mentions, program_checksum, shapes_of, trace
+from ._rows import Free, Mixed, OverPoints, follow_rows
 
 Product = Callable[[PyTree], PyTree]
 
@@ -36,7 +36,7 @@ def jacobian_products(fn: Callable[[PyTree], PyTree], theta: PyTree) -> tuple[Pr
     return lambda t: _transposed(pull, outputs, t), lambda v: pull(v)[0]
 
 
-def push(fn: Callable[[PyTree], PyTree], theta: PyTree, tangent: PyTree) -> PyTree:
+def push_through(fn: Callable[[PyTree], PyTree], theta: PyTree, tangent: PyTree) -> PyTree:
     """$J$ times `tangent`. If a custom reverse rule forbids forward mode, it is computed as $(J^T)^T$."""
     if not mentions(jax.make_jaxpr(fn)(theta), "custom_vjp_call"):
         return jax.jvp(fn, (theta,), (tangent,))[1]
@@ -87,7 +87,7 @@ def proves_apart(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> bool:
         return jax.jvp(lambda free: fn(free, rest, x), (leaves,), (leaves,))
 
     two, three = (trace(moved, leaves, rest, shapes_of(x, n)) for n in (2, 3))
-    if program_digest(two, shapes=False) != program_digest(three, shapes=False):
+    if program_checksum(two, shapes=False) != program_checksum(three, shapes=False):
         return False
     program = as_program(three)
     num_rows = len(jax.tree.leaves(x))
@@ -96,10 +96,10 @@ def proves_apart(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> bool:
         for s in program.inputs[:-num_rows]
     ]
     try:
-        outs = follow_rows(program, [*states, *[Points(0)] * num_rows], 3)
+        outs = follow_rows(program, [*states, *[OverPoints(0)] * num_rows], 3)
     except Mixed:
         return False
-    return all(s == Points(0) or (isinstance(s, Free) and 0 in s.same) for s in outs)
+    return all(s == OverPoints(0) or (isinstance(s, Free) and 0 in s.same) for s in outs)
 
 
 class Apart:
@@ -140,7 +140,12 @@ class Apart:
 def _check_jacobian(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
     """Raise a clear error if a reverse rule is not linear, before anything is computed."""
     leaves, rest, x = shapes_of(leaves), shapes_of(rest), shapes_of(x, 1)
-    trace(lambda *args: push(lambda free: fn(free, *args[1:]), args[0], args[0]), leaves, rest, x)
+    trace(
+        lambda *args: push_through(lambda free: fn(free, *args[1:]), args[0], args[0]),
+        leaves,
+        rest,
+        x,
+    )
 
 
 def _middle_row(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> tuple[Array, list[Array]]:

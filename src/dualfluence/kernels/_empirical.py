@@ -18,6 +18,7 @@ from .._support.compile import HIGHEST, PRECISION, NotFinite
 from .._support.memory import even_size, fill_kernel, tile_budget
 from .._support.options import ProgressFn, check_count
 from .._support.points import count_points
+from .._support.show import Shown
 from .._support.types import ApplyFn, Inputs, KernelArray, Leaves, Trainable
 from ._prepare import TERMS_AT_ONCE, Features, Prepared, as_inputs, prepare_kernel
 from ._recipe import KernelReport, Method
@@ -158,8 +159,8 @@ def require_finite(name: str, index: np.ndarray, outputs: Array, finite: Array) 
             )
 
 
-@dataclass(frozen=True)
-class EmpiricalKernel:
+@dataclass(frozen=True, repr=False)
+class EmpiricalKernel(Shown):
     """`value`, the kernel, `(n1, c, n2, c)`, and `report`, the rule used for every parameter."""
 
     value: KernelArray
@@ -279,8 +280,8 @@ def kernel_rows(
     method: Method = "auto",
     precision: PrecisionLike = HIGHEST,
 ) -> Iterator[tuple[int, Array]]:
-    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes after the
-    number of its first row.
+    """Blocks of `size` rows of the kernel of `x` with itself, `(size, c, n, c)`. Each comes in a pair, after
+    the number of its first row.
 
     A ReLU whose input is zero up to rounding may be on in a batch of one size and off in another. Here
     a point has the same derivatives in its row and in its column. Therefore the blocks together are

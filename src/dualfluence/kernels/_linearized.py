@@ -12,11 +12,10 @@ from jax.core import Tracer
 from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import all_finite, check_concrete, check_numbers
 from .._support.compile import PRECISION, widened
 from .._support.memory import BATCH_BYTES, GRADIENT_BYTES, even_size
 from .._support.options import ProgressFn, check_choice, check_count, check_function, maybe
-from .._support.points import Form, common_dtype, count_points, is_floating, is_tree, tree_norm
+from .._support.points import Form, common_dtype, count_points, is_tree, tree_norm
 from .._support.types import AnyLeaf, Inputs, KernelArray, Leaves
 from ._along import kernel_along
 from ._apart import Apart
@@ -27,12 +26,11 @@ from ._params import (
     Scales,
     Shifted,
     check_scale,
-    leaf_name,
+    enter_params,
     opened,
     shifted,
     split_leaves,
     split_params,
-    statistics,
     weighted,
 )
 from ._prepare import check_outputs
@@ -52,8 +50,6 @@ from ._snapshot import (
 ApplyFn = Callable[[Any, Any], Array]
 """`apply_fn(params, x) -> (n, c)`, batched over the points on axis 0 of `x`."""
 
-Points = Any
-"""Points on axis 0 of an array, or of every array of a tree."""
 
 MAX_BATCH = 2048
 
@@ -483,37 +479,6 @@ def linearize(
     batch_size = maybe(check_count, "linearize: batch_size", batch_size)
     if trainable is not None:
         check_function("linearize: trainable", trainable, "of (path, leaf)")
-    leaves, treedef = jax.tree.flatten(params)
-    for leaf in leaves:
-        check_concrete("linearize: params", leaf)
-    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
-    stats = statistics(params)
-    mask = tuple(
-        bool(is_floating(leaf) and (not held if trainable is None else trainable(path, leaf)))
-        for path, leaf, held in zip(paths, leaves, stats, strict=True)
-    )
-    held = tuple(
-        leaf_name(path)
-        for path, leaf, stat, used in zip(paths, leaves, stats, mask, strict=True)
-        if stat and is_floating(leaf) and not used
-    )
-    if not any(mask):
-        raise ValueError(
-            f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point arrays "
-            "are trainable unless `trainable` rejects them; make Python numbers arrays by jnp.asarray."
-        )
-    for path, leaf, used in zip(paths, leaves, mask, strict=True):
-        name = f"linearize: params{jax.tree_util.keystr(path)}"
-        if used:
-            check_numbers(name, leaf)
-        if used and not all_finite(name, jnp.asarray(leaf)):
-            raise ValueError(f"{name} has NaN or inf.")
-    arrays = [
-        jnp.asarray(leaf) if used or isinstance(leaf, np.ndarray) else leaf
-        for leaf, used in zip(leaves, mask, strict=True)
-    ]
-    if anchor == "zero":
-        arrays = [jnp.zeros_like(a) if used else a for a, used in zip(arrays, mask, strict=True)]
-    params = jax.tree.unflatten(treedef, arrays)
+    params, mask, held = enter_params(params, trainable, at_zero=anchor == "zero")
     scales = check_scale(scale, params, mask)
     return Linearized(apply_fn, params, mask, batch_size, anchor, held, scales)

@@ -19,9 +19,8 @@ from jax.tree_util import KeyPath
 from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
-from .._support.checks import as_array
-from .._support.points import Form, is_floating, tree_norm
-from .._support.points import is_array as is_array
+from .._support.checks import all_finite, as_array, check_concrete, check_numbers
+from .._support.points import Form, is_array, is_floating, tree_norm
 from .._support.types import AnyLeaf, ApplyFn, Inputs, Numbers, Trainable
 
 STATISTICS = frozenset({"batch_stats", "cache", "intermediates", "state", "stats"})
@@ -61,6 +60,48 @@ def statistics(params: PyTree) -> tuple[bool, ...]:
         held = _is_state(node) or (bool(path) and getattr(path[0], "key", None) in named)
         flags += [held] * len(jax.tree.leaves(node))
     return tuple(flags)
+
+
+def enter_params(
+    params: PyTree, trainable: Callable[[KeyPath, AnyLeaf], bool] | None, at_zero: bool
+) -> tuple[PyTree, tuple[bool, ...], tuple[str, ...]]:
+    """What `linearize` is given, checked: parameters with trainable leaves as arrays, which leaves are
+    trainable, and the names of statistics among the others.
+
+    `at_zero` puts zeros in place of the trainable leaves.
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    for leaf in leaves:
+        check_concrete("linearize: params", leaf)
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
+    stats = statistics(params)
+    mask = tuple(
+        bool(is_floating(leaf) and (not stat if trainable is None else trainable(path, leaf)))
+        for path, leaf, stat in zip(paths, leaves, stats, strict=True)
+    )
+    held = tuple(
+        leaf_name(path)
+        for path, leaf, stat, used in zip(paths, leaves, stats, mask, strict=True)
+        if stat and is_floating(leaf) and not used
+    )
+    if not any(mask):
+        raise ValueError(
+            f"linearize: no trainable parameter among {len(leaves)} leaves. Floating-point arrays "
+            "are trainable unless `trainable` rejects them; make Python numbers arrays by jnp.asarray."
+        )
+    for path, leaf, used in zip(paths, leaves, mask, strict=True):
+        name = f"linearize: params{jax.tree_util.keystr(path)}"
+        if used:
+            check_numbers(name, leaf)
+        if used and not all_finite(name, jnp.asarray(leaf)):
+            raise ValueError(f"{name} has NaN or inf.")
+    arrays = [
+        jnp.asarray(leaf) if used or isinstance(leaf, np.ndarray) else leaf
+        for leaf, used in zip(leaves, mask, strict=True)
+    ]
+    if at_zero:
+        arrays = [jnp.zeros_like(a) if used else a for a, used in zip(arrays, mask, strict=True)]
+    return jax.tree.unflatten(treedef, arrays), mask, held
 
 
 def _is_state(node: object) -> bool:

@@ -13,7 +13,7 @@ from jaxtyping import Array, PyTree
 from .._support.compile import HIGHEST, jit
 from .._support.points import count_points
 from .._support.types import ApplyFn, Inputs, Leaves, Numbers, Trainable
-from ._apart import Apart, push
+from ._apart import Apart, push_through
 from ._params import Split, opened, split_params
 from ._prepare import as_inputs, check_outputs
 from ._recipe import precision_name
@@ -28,7 +28,7 @@ Outputs = Callable[[PyTree, Inputs], Array]
 
 def push_rows(fn: Outputs, theta: PyTree, x: Inputs, tangent: PyTree, size: int) -> Array:
     """$J(x)$ times `tangent`, shape `(n, c)`, `size` points at a time."""
-    return map_rows(lambda xb: push(lambda t: fn(t, xb), theta, tangent), x, size)
+    return map_rows(lambda xb: push_through(lambda t: fn(t, xb), theta, tangent), x, size)
 
 
 def pull_rows(fn: Outputs, theta: PyTree, x: Inputs, v: Array, size: int) -> PyTree:

@@ -265,7 +265,7 @@ def trace(fn: Callable[..., PyTree], *args: PyTree, return_shape: bool = False) 
     return jax.make_jaxpr(anew, return_shape=return_shape)(*(leaves[k] for k in where))
 
 
-def program_digest(closed: ClosedJaxpr, *, shapes: bool = True) -> str:
+def program_checksum(closed: ClosedJaxpr, *, shapes: bool = True) -> str:
     """A checksum of a traced function: its operations, numbers and closed-over arrays.
 
     `shapes=False` leaves out values that may change with the number of points.
@@ -280,7 +280,7 @@ def _parts(body: AnyJaxpr, shapes: bool) -> Iterable[bytes]:
     jaxpr, consts = (body.jaxpr, body.consts) if isinstance(body, ClosedJaxpr) else (body, ())
     names: dict[Var, int] = {}
     for value in consts:
-        yield array_digest(value)
+        yield array_checksum(value)
     for var in (*jaxpr.constvars, *jaxpr.invars):
         names[var] = len(names)
         if shapes:
@@ -309,29 +309,33 @@ def _plain(value: object) -> object:
     return value if isinstance(value, str | int | float | complex | bool | np.dtype) else None
 
 
-_DIGESTS: dict[int, tuple[weakref.ref[jax.Array], bytes]] = {}
+_CHECKSUMS: dict[int, tuple[weakref.ref[jax.Array], bytes]] = {}
 """Checksums of JAX arrays, which never change: `id -> (weak reference, checksum)`."""
 
 
-def array_digest(value: object) -> bytes:
-    """A checksum of an array's contents, computed once for each JAX array."""
+def array_checksum(value: object) -> bytes:
+    """A checksum of an array's contents, computed once for each JAX array.
+
+    It is compared within a process only. `archive.digest_of_array` is for files: slower, and the same for
+    all dtypes that NumPy knows as raw bytes, such as the kinds of float8.
+    """
     # Their numbers cannot be read here; two different objects then count as different.
     if isinstance(value, Tracer) or not getattr(value, "is_fully_addressable", True):
         return f"id {id(value)}".encode()
     if not isinstance(value, jax.Array):
-        return _bytes_digest(np.asarray(value))
-    known = _DIGESTS.get(id(value))
+        return _bytes_checksum(np.asarray(value))
+    known = _CHECKSUMS.get(id(value))
     # Numbers of dead objects are given out again, so that the reference decides, not the number.
     if known is None or known[0]() is not value:
         keys = jnp.issubdtype(value.dtype, jax.dtypes.extended)
         host = np.asarray(jax.random.key_data(value) if keys else value)
         key = id(value)
-        known = (weakref.ref(value, lambda _: _DIGESTS.pop(key, None)), _bytes_digest(host))
-        _DIGESTS[key] = known
+        known = (weakref.ref(value, lambda _: _CHECKSUMS.pop(key, None)), _bytes_checksum(host))
+        _CHECKSUMS[key] = known
     return known[1]
 
 
-def _bytes_digest(array: np.ndarray) -> bytes:
+def _bytes_checksum(array: np.ndarray) -> bytes:
     checksum = hashlib.blake2b(f"{array.dtype}{array.shape}".encode(), digest_size=16)
     checksum.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
     return checksum.digest()

@@ -1,6 +1,6 @@
 r"""Follow the points through a traced function: which axis are they on, and are they ever combined?
 
-A value that depends on the inputs is `Points(axis, inner)`: entry $i$ of that axis belongs to point `i
+A value that depends on the inputs is `OverPoints(axis, inner)`: entry $i$ of that axis belongs to point `i
 // inner` and to no other. A value that does not depend on the inputs is `Free(same)`: it is constant
 along the axes in `same`, so it treats all points alike. A value that no rule covers is `MIXED`: nothing
 is known about it. Rules give proofs only; a `MIXED` function may still keep its points apart.
@@ -17,7 +17,7 @@ from .._support.types import Numbers
 from ._program import Op, Program, as_program
 
 
-class Points(NamedTuple):
+class OverPoints(NamedTuple):
     """Depends on the inputs; the points lie on `axis`, `inner` entries each."""
 
     axis: int
@@ -34,7 +34,7 @@ class Mixed(Exception):
     """No rule shows that the points stay apart."""
 
 
-RowState = Points | Free
+RowState = OverPoints | Free
 Shape = tuple[int, ...]
 States = Sequence[RowState]
 
@@ -87,7 +87,7 @@ def _step(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[Row
     if op.name in CONTROL:
         return CONTROL[op.name](op, ins, shapes, outs, n)
     # Without points nothing can be mixed: only where the value is constant is still needed.
-    free = not any(isinstance(s, Points) for s in ins)
+    free = not any(isinstance(s, OverPoints) for s in ins)
     if free:
         return [Free(_same(op, ins, shapes, out)) for out in outs]
     if op.name in ELEMENTWISE:
@@ -136,9 +136,9 @@ def _free_axes(op: Op, shapes: Shapes, k: int) -> tuple[list[int], int]:
     return free[k], len(paired[0]) + (len(free[0]) if k else 0)
 
 
-def _meet(ins: States, shapes: Shapes) -> Points:
+def _meet(ins: States, shapes: Shapes) -> OverPoints:
     """The common state of operands that are combined entry by entry."""
-    found = {s for s in ins if isinstance(s, Points)}
+    found = {s for s in ins if isinstance(s, OverPoints)}
     # Entry by entry, the first point of one operand would meet another point of the other.
     if len(found) != 1:
         raise Mixed("points on different axes")
@@ -149,9 +149,9 @@ def _meet(ins: States, shapes: Shapes) -> Points:
     return state
 
 
-def _first(op: Op, ins: States) -> Points:
+def _first(op: Op, ins: States) -> OverPoints:
     """The first operand of operations that keep points only there."""
-    if not isinstance(ins[0], Points):
+    if not isinstance(ins[0], OverPoints):
         raise Mixed(op.name)
     return ins[0]
 
@@ -171,11 +171,11 @@ def _reshape(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowSt
     for axis, length in enumerate(outs[0]):
         # The axes in front must have as many entries as before, and whole points must stay in one piece.
         if prod(outs[0][:axis]) == before and length % n == 0 and length:
-            return Points(axis, length // n)
+            return OverPoints(axis, length // n)
     raise Mixed("reshape")
 
 
-def _drop(state: Points, gone: Sequence[SupportsIndex]) -> Points:
+def _drop(state: OverPoints, gone: Sequence[SupportsIndex]) -> OverPoints:
     # A sum, mean or maximum over the axis of the points is what batch norm does.
     if state.axis in gone:
         raise Mixed("reduced over points")
@@ -215,7 +215,7 @@ def _dot(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState:
     summed, paired = op.params["dimension_numbers"]
     found = []
     for k, state in enumerate(ins):
-        if not isinstance(state, Points):
+        if not isinstance(state, OverPoints):
             continue
         if state.axis in summed[k]:
             raise Mixed("a product that sums over points")
@@ -239,7 +239,7 @@ def _conv(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowState
     images = _first(op, ins)
     # Points on the axis of images stay there, unless groups of images meet different filters.
     plain = images.axis == spec.lhs_spec[0] and op.params["batch_group_count"] == 1
-    if not plain or isinstance(ins[1], Points):
+    if not plain or isinstance(ins[1], OverPoints):
         raise Mixed("convolution")
     return images._replace(axis=spec.out_spec[0])
 
@@ -250,7 +250,7 @@ def _gather(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowSta
     paired = tuple(getattr(d, "operand_batching_dims", ()))
     rows = [k for k in range(len(outs[0])) if k not in d.offset_dims]
     found = []
-    if isinstance(index, Points):
+    if isinstance(index, OverPoints):
         partners = tuple(getattr(d, "start_indices_batching_dims", ()))
         if index.axis in partners:
             own = paired[partners.index(index.axis)]
@@ -260,7 +260,7 @@ def _gather(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowSta
         if index.axis == len(shapes[1]) - 1:
             raise Mixed("a lookup across points")
         found.append(index._replace(axis=rows[index.axis]))
-    if isinstance(table, Points):
+    if isinstance(table, OverPoints):
         if table.axis in paired:
             own = d.start_indices_batching_dims[paired.index(table.axis)]
             if isinstance(index, Free) and own not in index.same:
@@ -281,8 +281,8 @@ def _slice(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> RowStat
     state = ins[0]
     # A start that depends on points moves the window for all of them, and a part of the axis of points no
     # longer has one entry for each.
-    starts = any(isinstance(s, Points) for s in ins[1:]) and op.name == "dynamic_slice"
-    if starts or not isinstance(state, Points) or outs[0][state.axis] != shapes[0][state.axis]:
+    starts = any(isinstance(s, OverPoints) for s in ins[1:]) and op.name == "dynamic_slice"
+    if starts or not isinstance(state, OverPoints) or outs[0][state.axis] != shapes[0][state.axis]:
         raise Mixed(op.name)
     return state
 
@@ -299,7 +299,7 @@ def _update_slice(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> 
     state = _meet(ins[:2], shapes[:2])
     # An update of some points only would leave others, and where it starts may depend on them.
     whole = shapes[0][state.axis] == shapes[1][state.axis]
-    if not whole or any(isinstance(s, Points) for s in ins[2:]):
+    if not whole or any(isinstance(s, OverPoints) for s in ins[2:]):
         raise Mixed(op.name)
     return state
 
@@ -353,11 +353,11 @@ def _join(first: RowState, second: RowState) -> RowState:
 
 
 def _meet_loop(first: RowState, second: RowState) -> RowState:
-    points, other = (first, second) if isinstance(first, Points) else (second, first)
-    assert isinstance(points, Points)
+    points, other = (first, second) if isinstance(first, OverPoints) else (second, first)
+    assert isinstance(points, OverPoints)
     if isinstance(other, Free) and points.axis not in other.same:
         raise Mixed("a loop that tells points apart")
-    if isinstance(other, Points) and other != points:
+    if isinstance(other, OverPoints) and other != points:
         raise Mixed("a loop that moves points")
     return points
 
@@ -414,13 +414,13 @@ def _while(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[Ro
     ends = _loop(op.params["body_jaxpr"], ins[first : first + second], carry, n, ())
     (going,) = follow_rows(as_program(op.params["cond_jaxpr"]), [*ins[:first], *ends], n)
     # All points would run for as long as the slowest one does.
-    if isinstance(going, Points):
+    if isinstance(going, OverPoints):
         raise Mixed("a loop whose length depends on points")
     return ends
 
 
 def _cond(op: Op, ins: States, shapes: Shapes, outs: Shapes, n: int) -> list[RowState]:
-    if isinstance(ins[0], Points):
+    if isinstance(ins[0], OverPoints):
         raise Mixed("a branch that depends on points")
     branches = [follow_rows(as_program(body), ins[1:], n) for body in op.params["branches"]]
     ends = branches[0]

@@ -28,7 +28,7 @@ from .._support.compile import PRECISION, has_float64, types_of_64_bits, widened
 from .._support.points import is_array
 from .._support.types import ApplyFn, Inputs
 from ._params import InScale, Reading
-from ._program import Arithmetic, arithmetic, array_digest, program_digest, shapes_of, trace
+from ._program import Arithmetic, arithmetic, array_checksum, program_checksum, shapes_of, trace
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Snapshot:
     def require_unchanged(self) -> None:
         """Raise if `fn` has changed."""
         with types_of_64_bits(self.wide):  # numbers made inside of `fn` have other types otherwise
-            now = program_digest(_trace_exactly(self.fn, self.args)[0])
+            now = program_checksum(_trace_exactly(self.fn, self.args)[0])
         if now != self.checksum:
             raise ChangedError(
                 "apply_fn: an array or number that it closes over has changed since this model was"
@@ -112,7 +112,7 @@ def take_snapshot(fn: ApplyFn, params: PyTree, x: Inputs) -> Snapshot:
     args = (shapes_of(params), shapes_of(x, POINTS))
     closed, outputs = _trace_exactly(fn, args)
     count = len([leaf for leaf in jax.tree.leaves(params) if is_array(leaf)])
-    return Snapshot(fn, program_digest(closed), args, outputs, arithmetic(closed, count))
+    return Snapshot(fn, program_checksum(closed), args, outputs, arithmetic(closed, count))
 
 
 def _trace_exactly(fn: ApplyFn, args: tuple[PyTree, Inputs]) -> tuple[ClosedJaxpr, PyTree]:
@@ -134,7 +134,7 @@ def _reads(value: object, depth: int, seen: set[int]) -> Iterable[Hashable]:
     if isinstance(value, PLAIN):
         yield (type(value).__name__, value)
     elif isinstance(value, jax.Array | np.ndarray | np.generic):
-        yield id(value) if isinstance(value, Tracer) else array_digest(value)
+        yield id(value) if isinstance(value, Tracer) else array_checksum(value)
     elif depth and id(value) not in seen and not isinstance(value, ModuleType | type):
         seen.add(id(value))
         for part in _inside(value):

@@ -20,7 +20,7 @@ approximate functions like `tanh`. With twice this value, certificates near thei
 
 
 class Convex(AbstractLoss):
-    """`fn(f, y)` for one point: outputs of shape `(c,)` and that point's target to a scalar.
+    """A loss of your own: `fn(f, y)` takes one point's outputs `(c,)` and its target, and returns a scalar.
 
     Gradient and Hessian blocks come from automatic differentiation, the factor `R` from an
     eigendecomposition of each `c×c` block: `O(n c³)`. A fit or an edit raises an error if it finds

@@ -142,7 +142,7 @@ def moved(model: Linearized, params: PyTree, step: PyTree) -> PyTree:
     return model.leave(eqx.combine(jax.tree.map(jnp.add, theta, step), frozen))
 
 
-def rows_at_once(model: Linearized) -> int:
+def gradients_at_once(model: Linearized) -> int:
     """Gradients of single points that may be held together."""
     return max(1, GRADIENT_BYTES // (8 * max(model.num_params, 1)))
 
@@ -170,7 +170,7 @@ def gradient_products(
     model: Linearized, x: Array, directions: Float[Array, "n c"], v: Float[Array, "k p"]
 ) -> Float[Array, "k n"]:
     """`v_k · J(x_i)ᵀ u_i` for all pairs."""
-    size = min(rows_at_once(model), x.shape[0])
+    size = min(gradients_at_once(model), x.shape[0])
 
     def one(pair: tuple[Array, Array]) -> Array:
         return v @ point_gradient(model, *pair)
@@ -184,7 +184,7 @@ def gradient_norms(
     model: Linearized, x: Array, directions: Float[Array, "n c"]
 ) -> Float[Array, " n"]:
     """`‖J(x_i)ᵀ u_i‖` of each point."""
-    size = min(rows_at_once(model), x.shape[0])
+    size = min(gradients_at_once(model), x.shape[0])
     with jax.default_matmul_precision(PRECISION):
         return jax.lax.map(
             lambda pair: jnp.linalg.norm(point_gradient(model, *pair)),

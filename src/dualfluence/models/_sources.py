@@ -26,7 +26,7 @@ from ..operators import (
     UnsupportedStructure,
     grow,
 )
-from ..operators._base import Layout, whole
+from ..operators._base import Layout, every_row
 from ._kernel import is_symmetric
 from ._passes import (
     base_outputs,
@@ -86,7 +86,7 @@ class AbstractSource(eqx.Module):
 
     def layout(self, x: Array) -> Layout:
         """The devices of the rows of a kernel of these points."""
-        return whole(x.shape[0])
+        return every_row(x.shape[0])
 
     @property
     def num_devices(self) -> int:

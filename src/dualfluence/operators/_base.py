@@ -156,7 +156,7 @@ def rows_for(num_points: int, num_rows: int) -> int:
     return num_points + min(max(num_points // 8, MIN_SPARE), MAX_SPARE)
 
 
-def whole(num_points: int) -> Layout:
+def every_row(num_points: int) -> Layout:
     """Every row a point, on the default device."""
     return Layout(((num_points, num_points),))
 
@@ -242,7 +242,7 @@ class AbstractKernelOperator(eqx.Module):
     @property
     def layout(self) -> Layout:
         """Which rows are points, and on which devices they are."""
-        return whole(self.num_points)
+        return every_row(self.num_points)
 
     @property
     def in_memory(self) -> bool:

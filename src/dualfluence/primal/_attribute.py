@@ -25,7 +25,7 @@ from .._support.types import Inputs, Json, Numbers
 from ..attribution._attribution import Attribution
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
-from ..models._passes import gradient_products, outputs_at, point_gradients, rows_at_once
+from ..models._passes import gradient_products, gradients_at_once, outputs_at, point_gradients
 from ..operators._base import Device, as_mesh
 from ..problem._certificate import OnFailure
 from ..problem._quantity import Quantity, as_quantity
@@ -132,7 +132,7 @@ class _Scorer:
         self.notes: tuple[str, ...] = ()
 
     def scores(self, xq: Array, v: Float[Array, "q c"]) -> np.ndarray:
-        model, size = self.curvature.model, rows_at_once(self.curvature.model)
+        model, size = self.curvature.model, gradients_at_once(self.curvature.model)
         blocks = []
         for i in range(0, xq.shape[0], size):
             b = point_gradients(model, xq[i : i + size], v[i : i + size])
@@ -151,7 +151,7 @@ class _Scorer:
                 "attribute: self_influence needs of='loss': the targets of the training points are "
                 f"those of the loss, not of {quantity.name!r}."
             )
-        model, size = self.curvature.model, rows_at_once(self.curvature.model)
+        model, size = self.curvature.model, gradients_at_once(self.curvature.model)
         v, parts = quantity.grad(f, targets), []
         for i in range(0, self.x.shape[0], size):
             rows = slice(i, i + size)

@@ -19,7 +19,7 @@ from .._support.compile import PRECISION, filter_jit
 from ..kernels._linearized import Linearized
 from ..linalg import Krylov, lanczos
 from ..losses import AbstractLoss
-from ..models._passes import outputs_at, point_gradient, rows_at_once
+from ..models._passes import gradients_at_once, outputs_at, point_gradient
 from ._hessian import Rows, linearised_product, make_rows, network_product
 from ._update import tangent_model
 
@@ -129,7 +129,7 @@ def curvature_trace(curvature: Curvature) -> Float[Array, ""]:
     """`Σ_i ‖J_iᵀR_i‖²`: one backward pass per point and output."""
     x, targets, weights, outputs = flat_rows(curvature)
     roots = curvature_roots(curvature.loss, outputs, targets, weights)
-    size = max(1, min(rows_at_once(curvature.model) // outputs.shape[1], x.shape[0]))
+    size = max(1, min(gradients_at_once(curvature.model) // outputs.shape[1], x.shape[0]))
 
     def square(pair: tuple[Array, Array]) -> Array:
         xi, root = pair

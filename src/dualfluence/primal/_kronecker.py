@@ -32,7 +32,7 @@ from ._solvers import AbstractPrimalInverse, AbstractPrimalSolver, Solved, check
 
 
 class KFAC(AbstractPrimalSolver):
-    """Blocks `A ⊗ S`, one per place, plus `λ + damping` in their eigenbasis.
+    """Blocks `A ⊗ S`, one for each layer (with its bias and scale), plus `λ + damping` in their eigenbasis.
 
     Parameters without factors get their exact block, or only its diagonal if they are many; the
     answer's `facts["blocks"]` names the block of every parameter. Always Gauss-Newton.
@@ -161,7 +161,7 @@ def _blocks(curvature: Curvature, places: Places, corrected: bool, exact_limit: 
     with jax.default_matmul_precision(PRECISION):
         batches = _Batches(curvature, places)
         lefts, rights, whole = batches.total(lambda p, *parts: _moments(p, exact_limit, *parts))
-        bases = [
+        bases: list[tuple[Array | None, Array | None]] = [
             (None if a.ndim == 2 else spectrum_each(a)[1], spectrum_each(s)[1])
             for a, s in zip(lefts, rights, strict=True)
         ]

@@ -171,7 +171,7 @@ class Problem(eqx.Module):
     def gradient_noise(
         self, state: State, output_noise: Float[Array, "n c"]
     ) -> Float[Array, "n c"]:
-        """`wᵢ|Hᵢ|δfᵢ`, entry by entry or larger: the change of `g` if outputs are off by `δf`."""
+        """The change of `g` if outputs are off by `δf`: `wᵢ|Hᵢ|δfᵢ`, or an upper bound on it."""
         f = self.outputs(state)
         still = self.loss.grad_noise(f, self.targets, jnp.zeros_like(f))
         moved = self.loss.grad_noise(f, self.targets, output_noise) - still

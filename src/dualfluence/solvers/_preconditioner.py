@@ -58,7 +58,7 @@ class AbstractPreconditioner(eqx.Module):
         self._refuse()
 
     def on_rows(self, move: Callable[[Array], Array]) -> "AbstractPreconditioner":
-        """The same with other rows for the training points: `move` takes `(n, c, r)` to them."""
+        """The same preconditioner after `move` has changed the rows of its `(n, c, r)` array."""
         self._refuse()
 
     def _refuse(self) -> NoReturn:

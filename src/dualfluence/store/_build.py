@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.archive import digest
+from .._support.archive import digest_of_array
 from .._support.files import FileError, in_words, locked, remove_stale, system_error
 from .._support.memory import STORED_TILE_BYTES, pad_rows
 from .._support.options import (
@@ -81,7 +81,7 @@ def build(
     **Arguments:**
 
     - `model`, `x`: as for `fit`. An array on disk (`np.load(path, mmap_mode="r")`, TensorStore, zarr,
-      HDF5) is read a block of rows at a time; `spool` makes one of batches.
+      HDF5) is read a block of rows at a time; `spool` writes batches to such an array.
     - `path`: a folder, new, empty or with a store of the same model and points; any other is refused.
     - `num_outputs`: `c`, for kernels of shape `(n1, n2)` that serve several outputs.
     - `tile`: points per side of a tile, by default such that a tile has 64 MiB.
@@ -153,8 +153,8 @@ def _share_lock(path: Path, share: tuple[int, int]) -> str:
 
     def refuse(process: str) -> None:
         raise StoreError(
-            f"store: process {process} computes a share of {path} of another number than {shares}. "
-            "Give every worker the same N, or wait for it."
+            f"store: process {process} computes a share of {path}, with an N other than {shares}. "
+            "Give every worker the same N, or wait for that process."
         )
 
     for lock in path.glob(SHARES):
@@ -331,7 +331,7 @@ def _tile(
             "in bfloat16 or float32."
         )
     norm = float(np.sum(exact.astype(np.float64) ** 2))
-    return stored, Record(header.name, tile, digest(stored), float(np.sum(gap**2)), norm)
+    return stored, Record(header.name, tile, digest_of_array(stored), float(np.sum(gap**2)), norm)
 
 
 def _header(

@@ -20,7 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.archive import Damaged, digest, from_plain, peek, seal, unseal
+from .._support.archive import Damaged, digest_of_array, from_plain, peek, seal, unseal
 from .._support.files import FileError, write_whole
 from .._support.types import Json
 
@@ -58,7 +58,7 @@ class Header:
     @cached_property
     def name(self) -> str:
         """A digest of these fields, by which records name their store."""
-        return digest(np.frombuffer(seal(asdict(self)), np.uint8))
+        return digest_of_array(np.frombuffer(seal(asdict(self)), np.uint8))
 
     @property
     def tiles_per_side(self) -> int:

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._support.archive import Damaged, digest
+from .._support.archive import Damaged, digest_of_array
 from .._support.options import check_path
+from .._support.show import Shown, Table
 from .._support.types import AnyPath, Numbers
 from ..operators import AbstractKernelOperator
 from ._format import (
@@ -30,7 +31,7 @@ PREFETCH = 2
 """Tiles read ahead of the one in use."""
 
 
-class Store:
+class Store(Shown):
     """A kernel on disk.
 
     Every read of a tile is verified: the first in a process by its SHA-256, later ones by the sum of
@@ -40,6 +41,14 @@ class Store:
     def __init__(self, path: Path, header: Header) -> None:
         self.path, self.header = path, header
         self._sums: dict[tuple[int, int], int] = {}
+
+    def _table(self) -> Table:
+        header, state = self.header, "complete" if self.complete else "not complete"
+        return "Store", [
+            ("path", str(self.path)),
+            ("kernel", f"{header.side:,} rows and columns, {header.storage_dtype}, {state}"),
+            ("disk", f"{self.num_bytes:,} bytes"),
+        ]
 
     @cached_property
     def array(self) -> Any:
@@ -129,7 +138,7 @@ class Store:
                 "recompute it."
             ) from error
         first, total = tile not in self._sums, word_sum(value)
-        if first and digest(value) == self.record(tile).sha256:
+        if first and digest_of_array(value) == self.record(tile).sha256:
             self._sums[tile] = total
         if self._sums.get(tile) != total:
             raise StoreError(

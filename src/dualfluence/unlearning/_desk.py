@@ -24,8 +24,8 @@ from ..problem._edits import AbstractEdit
 from ._engine import Engine, Work
 from ._ids import Ids, as_names, read_salt
 from ._ledger import CHANGE_ROWS, FORMAT, Ledger, LedgerError, References, commit_references
-from ._payload import digest_of, edits_of, read_payload, write_payload
-from ._points import Points, read_commitments
+from ._payload import digest_of_model, edits_of, read_payload, write_payload
+from ._points import Commitments, read_commitments
 
 MODES = ("keep", "pseudonymise", "erase")
 
@@ -272,20 +272,20 @@ class Desk:
         rows = self.ids.rows(ids)
         return edits_of(kind, rows, arrays), rows
 
-    def _after(self, kind: str, rows: list[int], work: Work) -> tuple[Points, str]:
+    def _after(self, kind: str, rows: list[int], work: Work) -> tuple[Commitments, str]:
         """The commitments and the digest of the model after a request."""
         points, data = self.points, work.fitted.data
         if kind in CHANGE_ROWS:
             new = range(self.model.data.num_points, data.num_points)
             points = points.after(data, rows if kind == "relabel" else new)
-        return points, digest_of(work.fitted, points.root)
+        return points, digest_of_model(work.fitted, points.root)
 
     def _purged(self) -> tuple[Fitted, str]:
         """The model that a checkpoint saves, and its digest."""
         fitted = self.model.without_spare_rows()
         gone = (fitted.data.sample_weights == 0).any()
         fitted = fitted.purge() if gone else fitted
-        return fitted, digest_of(fitted, self.points.root)
+        return fitted, digest_of_model(fitted, self.points.root)
 
     def _restart(self, fitted: Fitted, after: str) -> None:
         self.engine, self.model_digest = Engine(fitted, drift=self.engine.drift), after
@@ -296,7 +296,7 @@ class Desk:
         names: list[object],
         rows: list[int],
         work: Work,
-        points: Points,
+        points: Commitments,
         after: str,
     ) -> None:
         """Make an answer the state; nothing in here can fail."""
@@ -357,21 +357,21 @@ class Desk:
             references_hash=None if references is None else commit_references(names, blind),
         )
 
-    def _start(self, salt: bytes, fitted: Fitted) -> tuple[Points, str, int]:
+    def _start(self, salt: bytes, fitted: Fitted) -> tuple[Commitments, str, int]:
         """Commitments, digest, and the line that this model stands behind, after which replay starts.
 
         A checkpoint has copies of other points where purged ones were: their commitments are in the folder.
         """
-        points = Points.of(salt, fitted.data)
+        points = Commitments.of(salt, fitted.data)
         if not self.ledger.lines:
-            return points, digest_of(fitted, points.root), 0
+            return points, digest_of_model(fitted, points.root), 0
         for line in reversed(self.ledger.lines):
             if line["kind"] not in ("open", "checkpoint"):
                 continue
             if fitted.data.purged is not None:
                 stored = read_commitments(self.path, line["points"])
-                points = Points.of(salt, fitted.data, stored)
-            own = digest_of(fitted, points.root)
+                points = Commitments.of(salt, fitted.data, stored)
+            own = digest_of_model(fitted, points.root)
             if (points.root, own) == (line["points"], line["model_after"]):
                 return points, own, line["sequence"]
         raise LedgerError(
@@ -412,7 +412,7 @@ class Desk:
         if kind == "add":
             self.ids.add_references(added, work.fitted.data.num_points - len(added))
 
-    def _compare(self, line: Json, fitted: Fitted, points: Points, after: str) -> None:
+    def _compare(self, line: Json, fitted: Fitted, points: Commitments, after: str) -> None:
         """Other rows than the line says are refused, and so is another model; rounding is noted."""
         number, retained = line["sequence"], _retained(fitted)
         if (points.root, retained) != (line["points"], line["retained"]):

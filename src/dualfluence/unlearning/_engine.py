@@ -83,7 +83,8 @@ class Engine:
     def propose(self, edits: Sequence[AbstractEdit], until: float | None = None) -> Work:
         """The state after the edits; nothing changes until it is accepted.
 
-        Proposals share scratch memory: of several from one state, the last can be accepted.
+        Proposals share scratch memory: if there are several from one state, only the
+        last can be accepted.
         """
         with self._scope:
             return self._proposed(edits, until)
@@ -105,8 +106,8 @@ class Engine:
         return self._left_out(work, points, edits, until)
 
     def retrained(self) -> Work:
-        """The model trained from scratch on the remaining points; the rule decides when the inverse is
-        computed again."""
+        """The model trained from scratch on the remaining points. It has no explicit inverse; a later removal
+        makes one."""
         with self._scope:
             fitted = self.fitted.retrain([], progress=False).commit()
         return _without_inverse(fitted, 0, "retraining")

@@ -72,7 +72,7 @@ def canonical(value: object) -> bytes:
     return text.encode("utf-8")
 
 
-def digest(*parts: bytes) -> str:
+def digest_of_parts(*parts: bytes) -> str:
     """SHA-256 of the parts, each with its length, so that different parts cannot give the same bytes."""
     found = hashlib.sha256()
     for part in parts:
@@ -86,7 +86,7 @@ def reference(salt: bytes, name: str) -> str:
     return hmac.new(salt, name.encode("utf-8"), hashlib.sha256).hexdigest()
 
 
-def seal(fields: Json) -> Json:
+def seal_line(fields: Json) -> Json:
     """The line with its hash, which covers every field except the references themselves."""
     covered = {name: value for name, value in fields.items() if name not in ("references", "hash")}
     return {**fields, "hash": hashlib.sha256(canonical(covered)).hexdigest()}
@@ -95,7 +95,7 @@ def seal(fields: Json) -> Json:
 def commit_references(names: list[str], blind: str) -> str:
     """The commitment to references in the chain: a hash from which nobody can guess them once `blind`
     is deleted."""
-    return digest(blind.encode(), canonical(names))
+    return digest_of_parts(blind.encode(), canonical(names))
 
 
 def missing_head(head: object, hashes: list[str]) -> str | None:
@@ -130,7 +130,7 @@ def check_line(raw: bytes, number: int, before: str) -> Json:
         raise refuse("it is not written the way this file is written")
     if fields.get("sequence") != number or fields.get("before") != before:
         raise refuse("it does not follow from the line before")
-    if seal(fields)["hash"] != fields.get("hash"):
+    if seal_line(fields)["hash"] != fields.get("hash"):
         raise refuse("its hash is not that of its fields")
     if fields.get("format") != FORMAT:
         raise LedgerError(
@@ -270,7 +270,7 @@ class Ledger:
 
     def append(self, **fields: object) -> Json:
         """Write one line and wait until the disk has it; after a failure the file is unchanged."""
-        line = seal({**fields, "sequence": len(self.lines) + 1, "before": self.last_hash})
+        line = seal_line({**fields, "sequence": len(self.lines) + 1, "before": self.last_hash})
         wrong = contradiction(line, self.lines[-1] if self.lines else None)
         if wrong is not None:
             raise LedgerError(f"ledger: the request was not recorded and not applied: {wrong}.")

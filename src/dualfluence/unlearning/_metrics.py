@@ -37,7 +37,8 @@ def klom(
 ) -> Float[np.ndarray, " q"]:
     """`KL(unlearned ‖ retrained)` of margins, point by point (Georgiev et al., 2024).
 
-    20 equal bins over the joint range after clipping to ±100, the retrained histogram floored at 1e-5.
+    Margins are clipped to ±100 and put into 20 equal bins over the joint range. Bins of the retrained models
+    hold at least 1e-5.
     """
     if unlearned.ndim != 2 or unlearned.shape[1:] != retrained.shape[1:]:
         raise ValueError(

@@ -12,11 +12,11 @@ from .._support.types import Json
 from ..fitted._file import name_of
 from ..fitted._fitted import Fitted
 from ..problem._edits import AbstractEdit, Add, Relabel, Remove, Replace
-from ._ledger import LedgerError, digest
+from ._ledger import LedgerError, digest_of_parts
 
 
 @in_own_precision
-def digest_of(fitted: Fitted, root: str = "") -> str:
+def digest_of_model(fitted: Fitted, root: str = "") -> str:
     """SHA-256 of a model, given its kernel: loss, ridge, weights, dual variables and offsets.
 
     `root` is that of the commitments to its features and targets, for a model with a desk.
@@ -26,7 +26,7 @@ def digest_of(fitted: Fitted, root: str = "") -> str:
     for array in (fitted.alpha, fitted.data.sample_weights, np.float64(fitted.ridge), offset):
         plain = np.asarray(array, order="C")
         parts += [f"{plain.dtype.str} {plain.shape}".encode(), plain.tobytes()]
-    return digest(*parts)
+    return digest_of_parts(*parts)
 
 
 def edits_of(kind: str, rows: list[int], arrays: dict[str, np.ndarray]) -> list[AbstractEdit]:

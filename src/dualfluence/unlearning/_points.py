@@ -15,14 +15,14 @@ import numpy as np
 
 from .._support.archive import checking, read_archive, write_archive
 from ..problem._objective import TrainingSet
-from ._ledger import LedgerError, digest
+from ._ledger import LedgerError, digest_of_parts
 
 FORMAT, VERSION = "dualfluence-points", 1
 SIZE = hashlib.sha256().digest_size
 """Bytes of a commitment and of a blind."""
 
 
-class Points:
+class Commitments:
     """The commitments of a training set's rows, in order.
 
     - `commitments`: one row of bytes each.
@@ -31,23 +31,23 @@ class Points:
 
     def __init__(self, salt: bytes, commitments: np.ndarray) -> None:
         self._salt, self.commitments = salt, commitments
-        self.root = digest(commitments.tobytes())
+        self.root = digest_of_parts(commitments.tobytes())
 
     @classmethod
-    def of(cls, salt: bytes, data: TrainingSet, stored: np.ndarray | None = None) -> "Points":
+    def of(cls, salt: bytes, data: TrainingSet, stored: np.ndarray | None = None) -> "Commitments":
         """Commitments to all rows; those of purged rows are taken from `stored`."""
         found = _commitments(salt, data, range(data.num_points))
         if stored is not None and data.purged is not None and len(stored) >= len(found):
             found[data.purged] = stored[data.purged]
         return cls(salt, found)
 
-    def after(self, data: TrainingSet, changed: Iterable[int]) -> "Points":
+    def after(self, data: TrainingSet, changed: Iterable[int]) -> "Commitments":
         """The commitments after the rows `changed`, which may be new, are replaced by those of `data`."""
         changed = list(changed)
         more = data.num_points - len(self.commitments)
         commitments = np.pad(self.commitments, ((0, more), (0, 0)))
         commitments[changed] = _commitments(self._salt, data, changed)
-        return Points(self._salt, commitments)
+        return Commitments(self._salt, commitments)
 
     def witnesses(self, data: TrainingSet) -> dict[str, np.ndarray]:
         """Commitments, and blinds of the points that have a weight, for a check of these rows."""
@@ -81,7 +81,7 @@ def read_commitments(folder: Path, root: str) -> np.ndarray | None:
         found = arrays["commitments"]
         if found.dtype != np.uint8 or found.ndim != 2 or found.shape[1] != SIZE:
             raise ValueError(f"commitments have dtype {found.dtype} and shape {found.shape}")
-    if digest(found.tobytes()) != root:
+    if digest_of_parts(found.tobytes()) != root:
         raise LedgerError(f"ledger: {path.name} was changed: its commitments are not the ledger's.")
     return found
 

@@ -23,6 +23,7 @@ from ._elimination import solve_small
 from ._quick import (
     HOST,
     Algebra,
+    Eliminated,
     Fixed,
     Gone,
     Scalar,
@@ -82,7 +83,7 @@ class Programs:
         found: Any = None
         names = _names(state.alpha.shape[0])
         for point in points:
-            held = (gone.rows, gone.T, gone.C, gone.forces, gone.points, gone.shares, gone.place)
+            held = (*gone.eliminated, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
             *after, found = self._run.less(names[point], *held, *before, *self._arrays)
             room, count = gone.room, gone.count
@@ -99,7 +100,7 @@ class Programs:
         """
         if gone.on_host:
             return self._polished_on_host(gone, found, left)
-        held = (gone.rows, gone.T, gone.C, gone.points, gone.shares)
+        held = (gone.eliminated, gone.shares)
         return self._run.polish(*held, found.state, found.rho, *self._arrays)
 
     def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
@@ -118,10 +119,9 @@ class Programs:
         return gone, self._judged(alpha, k_alpha, drift, left)
 
     def _polished_on_host(self, gone: Gone, found: Found, left: np.ndarray) -> Found:
-        state, count, used = found.state, gone.count, gone.count * found.rho.shape[1]
-        held = (gone.rows[:used], gone.T[:used, :used], gone.C[:count], gone.points[:count])
+        state, held = found.state, gone.first(gone.count)
         given = (np.asarray(found.rho), self._cast(left > 0), self._cast(left.sum()))
-        delta, k_delta, drift = make_correction(HOST, self._fixed, *held, *given)
+        delta, k_delta, drift = make_correction(HOST, self._fixed, held, *given)
         moved = (np.asarray(state.alpha) + delta, np.asarray(state.k_alpha) + k_delta)
         return self._judged(*moved, np.asarray(state.drift) + drift, left)
 
@@ -150,10 +150,11 @@ def _compiled(tree: Any, fixed: tuple[tuple[Any] | None, ...]) -> RequestProgram
         return jax.tree.unflatten(tree, [next(rest) if leaf is None else leaf[0] for leaf in fixed])
 
     def less(point: Array, *arrays: Array) -> tuple:
-        return _less(anchor_of(arrays[10:]), point, *arrays[:10])
+        held, state = Eliminated(*arrays[:5]), State(*arrays[7:10])
+        return _less(anchor_of(arrays[10:]), point, held, arrays[5], arrays[6], state)
 
-    def polish(*arrays: Any) -> Found:
-        return _polished(anchor_of(arrays[7:]), *arrays[:7])
+    def polish(held: Eliminated, shares: Array, state: State, rho: Array, *arrays: Array) -> Found:
+        return _polished(anchor_of(arrays), held, shares, state, rho)
 
     def judge(alpha: Array, k_alpha: Array, drift: Array, weights: Array, *arrays: Array) -> Found:
         state = State(alpha, k_alpha, drift)
@@ -178,18 +179,13 @@ def _names(n: int) -> tuple[Array, ...]:
 def _less(
     anchor: Anchor,
     point: Int[Array, ""],
-    rows: Float[Array, "kc nc"],
-    T: Float[Array, "kc kc"],
-    C: Float[Array, "k c c"],
-    forces: Float[Array, " kc"],
-    points: Int[Array, " k"],
+    held: Eliminated,
     shares: Float[Array, " n"],
     place: Int[Array, ""],
-    alpha: Float[Array, "n c"],
-    k_alpha: Float[Array, "n c"],
-    drift: Float[HostArray, ""],
+    state: State,
 ) -> tuple[Array, Array, Array, AnyArray, Array, Array, Array, Found]:
-    share, c = shares[point], alpha.shape[1]
+    rows, T, C, forces, points = held
+    share, c = shares[point], state.alpha.shape[1]
     shares = jnp.where(jnp.arange(shares.shape[0], dtype=point.dtype) == point, 0, shares)
     kept = (shares > 0).astype(shares.dtype)
     own = jax.lax.dynamic_slice_in_dim(anchor.N, point * c, c)
@@ -199,14 +195,15 @@ def _less(
         seen = jax.lax.dynamic_slice_in_dim(rows, point * c, c, axis=1)
         row = next_row(T, C, seen)
         row = jax.lax.dynamic_update_slice_in_dim(row, jnp.eye(c, dtype=T.dtype), place * c, axis=1)
-        held = (rows, seen, row, forces, points)
-        step = make_step(DEVICE, Fixed.of(anchor), *held, alpha, share, kept, point)
+        now = Eliminated(rows, T, C, forces, points)
+        given = (now, seen, row, state.alpha, share, kept, point)
+        step = make_step(DEVICE, Fixed.of(anchor), *given)
     # A step that failed is seen in its state. In scratch it would be seen in later ones: zero times NaN.
     sound = jnp.where(jnp.isfinite(row), row, 0)
     T = jax.lax.dynamic_update_slice_in_dim(T, sound, place * c, axis=0)
     C = jax.lax.dynamic_update_slice_in_dim(C, step.C[None], place, axis=0)
-    state = State(alpha + step.delta, k_alpha + step.k_delta, drift + step.drift)
-    found = Found(state, *_judged(anchor, state, shares / jnp.sum(shares)))
+    after = state.moved(jnp.asarray(step.delta), jnp.asarray(step.k_delta), step.drift)
+    found = Found(after, *_judged(anchor, after, shares / jnp.sum(shares)))
     return rows, T, C, step.forces, points, shares, place + 1, found
 
 
@@ -222,16 +219,13 @@ DEVICE = Algebra(jnp, lambda A, B: solve_small(A, B), _spread)
 
 def _polished(
     anchor: Anchor,
-    rows: Float[Array, "kc nc"],
-    T: Float[Array, "kc kc"],
-    C: Float[Array, "k c c"],
-    points: Int[Array, " k"],
+    held: Eliminated,
     shares: Float[Array, " n"],
     state: State,
     rho: Float[Array, "n c"],
 ) -> Found:
     total, kept = jnp.sum(shares), (shares > 0).astype(shares.dtype)
-    given = (rows, T, C, points, rho, kept, total)
+    given = (held, rho, kept, total)
     with jax.default_matmul_precision(PRECISION):
         step: Any = make_correction(DEVICE, Fixed.of(anchor), *given)
     after = state.moved(*step)

@@ -31,6 +31,16 @@ from .._support.types import AnyArray
 from ._anchor import Anchor
 
 
+class Eliminated(NamedTuple):
+    """The eliminated points as a step reads them: fields of `Gone`, with or without the room past them."""
+
+    rows: Float[AnyArray, "kc nc"]
+    T: Float[AnyArray, "kc kc"]
+    C: Float[AnyArray, "k c c"]
+    forces: Float[AnyArray, " kc"]
+    points: Int[AnyArray, " k"]
+
+
 @dataclass(eq=False)
 class Room:
     """Arrays that all proposals write into, each past the points of the state that it begins with.
@@ -90,6 +100,17 @@ class Gone:
         """Whether no other proposal has written over these points."""
         marks = self.room.marks[: self.count]
         return not self.count or (len(marks) == self.count and marks[-1] is self.mark)
+
+    @property
+    def eliminated(self) -> Eliminated:
+        """The points with the room past them, as programs on a device take them."""
+        return Eliminated(self.rows, self.T, self.C, self.forces, self.points)
+
+    def first(self, count: int) -> Eliminated:
+        """The first `count` points without the room past them, as views that NumPy can write to."""
+        end = count * self.C.shape[1]
+        arrays = self.rows[:end], self.T[:end, :end], self.C[:count], self.forces[:end]
+        return Eliminated(*arrays, self.points[:count])
 
     @property
     def on_host(self) -> bool:
@@ -175,15 +196,14 @@ def step_on_host(
 ) -> tuple[Gone, Step]:
     """Leave out one point of the given share of the weight; `kept` marks the points that are left."""
     c, count = alpha.shape[1], gone.count
-    used, end, own = count * c, (count + 1) * c, slice(point * c, (point + 1) * c)
-    rows, T, forces = gone.rows[:end], gone.T[:end, :end], gone.forces[:end]
-    rows[used:], gone.points[count] = fixed.N[own], point
-    T[used:, :used] = next_row(T[:used, :used], gone.C[:count], rows[:used, own])
-    T[used:, used:] = np.eye(c)
-    held = (rows, rows[:, own], T[used:], forces, gone.points[: count + 1])
-    step = make_step(HOST, fixed, *held, alpha, share, kept, point)
-    gone.C[count], forces = step.C, gone.forces.copy()
-    forces[:end] = step.forces
+    used, own = count * c, slice(point * c, (point + 1) * c)
+    held, now = gone.first(count), gone.first(count + 1)
+    now.rows[used:], now.points[count] = fixed.N[own], point
+    now.T[used:, :used] = next_row(held.T, held.C, held.rows[:, own])
+    now.T[used:, used:] = np.eye(c)
+    step = make_step(HOST, fixed, now, now.rows[:, own], now.T[used:], alpha, share, kept, point)
+    now.C[count], forces = step.C, gone.forces.copy()
+    forces[: used + c] = step.forces
     return replace(gone, forces=forces, count=count + 1, mark=gone.room.wrote(count)), step
 
 
@@ -216,21 +236,19 @@ def next_row(
 def make_step(
     algebra: Algebra,
     fixed: Fixed,
-    rows: Float[AnyArray, "kc nc"],
+    held: Eliminated,
     seen: Float[AnyArray, "kc c"],
     row: Float[AnyArray, "c kc"],
-    forces: Float[AnyArray, " kc"],
-    points: Int[AnyArray, " k"],
     alpha: Float[AnyArray, "n c"],
     share: Scalar,
     kept: Float[AnyArray, " n"],
     i: Int[AnyArray, ""] | int,
 ) -> Step:
-    """The formulas of this file's head, for a point whose own `rows` and `row` of `T` are there already.
+    """The formulas of this file's head, for a point `i` that is the last one of `held`, without its `C`.
 
-    `seen` is `rows` at the point.
+    `seen` are the rows of `held` at the point, and `row` is its own row of `T`.
     """
-    xp, start, ridge = algebra.xp, fixed.alpha, fixed.ridge
+    xp, start, ridge, forces = algebra.xp, fixed.alpha, fixed.ridge, held.forces
     W, R, scale = fixed.hess[i], fixed.roots[i], ridge * share
     # The changed inverse at the point, and its product with the forces of the anchor's α.
     both = xp.concatenate([row, forces[None]]) @ seen
@@ -240,23 +258,20 @@ def make_step(
     C = 0.5 * (C + C.T)
     right = scale * (W @ v_i - start[i]) - ridge * alpha[i]
     tau = right + C @ (N_i @ right)
-    pushed, held = xp.stack([tau, C @ (v_i - N_i @ start[i]) - start[i]]) @ row
+    pushed, own = xp.stack([tau, C @ (v_i - N_i @ start[i]) - start[i]]) @ row
     more = scale * forces + pushed
-    k_delta = scale * fixed.n_alpha + (more @ rows).reshape(start.shape)
-    force = scale * start + algebra.spread(start, points, more)
+    k_delta = scale * fixed.n_alpha + (more @ held.rows).reshape(start.shape)
+    force = scale * start + algebra.spread(start, held.points, more)
     # The new point ends without a dual variable, whatever the solve has rounded.
     wanted = xp.where((xp.arange(start.shape[0], dtype=np.int32) == i)[:, None], -alpha, 0)
     delta, drift = _settled(xp, fixed, force, k_delta, kept, wanted)
-    return Step(delta, k_delta, drift, C, forces + held)
+    return Step(delta, k_delta, drift, C, forces + own)
 
 
 def make_correction(
     algebra: Algebra,
     fixed: Fixed,
-    rows: Float[AnyArray, "kc nc"],
-    T: Float[AnyArray, "kc kc"],
-    C: Float[AnyArray, "k c c"],
-    points: Int[AnyArray, " k"],
+    gone: Eliminated,
     rho: Float[AnyArray, "n c"],
     kept: Float[AnyArray, " n"],
     scale: Scalar,
@@ -265,10 +280,10 @@ def make_correction(
     # A correction is for the points that are left: the others have no equation any more.
     rho = -scale * rho * kept[:, None]
     pushed = (fixed.N @ rho.reshape(-1)).reshape(rho.shape)
-    held = C @ (T @ pushed[points].reshape(-1)).reshape(*C.shape[:2], 1)
-    held = held.reshape(-1) @ T
-    k_delta = pushed + (held @ rows).reshape(rho.shape)
-    force = rho + algebra.spread(rho, points, held)
+    held = gone.C @ (gone.T @ pushed[gone.points].reshape(-1)).reshape(*gone.C.shape[:2], 1)
+    held = held.reshape(-1) @ gone.T
+    k_delta = pushed + (held @ gone.rows).reshape(rho.shape)
+    force = rho + algebra.spread(rho, gone.points, held)
     delta, drift = _settled(algebra.xp, fixed, force, k_delta, kept, 0 * rho)
     return delta, k_delta, drift
 

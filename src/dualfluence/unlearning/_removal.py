@@ -26,6 +26,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import in_own_precision
+from .._support.show import Shown, Table, described
 from .._support.types import Inputs
 from ..fitted._fitted import Fitted
 from ..kernels._params import Shifted
@@ -84,6 +85,11 @@ class Published(NamedTuple):
     epsilon: float
     delta: float
     retrained: bool
+
+    def _table(self) -> Table:
+        return "Published", [(name, described(value)) for name, value in self._asdict().items()]
+
+    __repr__, _repr_html_ = Shown.__repr__, Shown._repr_html_  # pyright: ignore
 
 
 class Publisher:

@@ -40,7 +40,7 @@ class Report:
     - `trusted`: descriptions of data that were trusted without being computed.
     - `line`: the line with which the model was compared, if a model was given.
     - `claimed`, `computed`: the distance bound that the line states, and the one computed here.
-    - `retained`: training points with weight.
+    - `retained`: number of training points with a positive weight.
     """
 
     lines: int = 0
@@ -90,9 +90,9 @@ def verify(
 
     - `ledger`: the file, or its folder.
     - `model`: a file written by `Desk.checkpoint`.
-    - `kernel`: `kernel(x1, x2)`, `(n1, n2)` or `(n1, c, n2, c)`, computed independently, with a scale
-      of the ridge in it (`JPJᵀ`); a `K` in the file must agree with it. Without it the file must hold
-      `K` (`include_kernel=True`), which is then trusted, as `trusted` says.
+    - `kernel`: a function `kernel(x1, x2)` of shape `(n1, n2)` or `(n1, c, n2, c)`, computed independently.
+      If the ridge has a scale, it is `JPJᵀ`. A `K` in the file must agree with this kernel. Without
+      `kernel` the file must hold `K` (`include_kernel=True`), which is then trusted; `trusted` says so.
     - `at`: the line that the model belongs to, if it is not the last one.
     - `head`: the hash of a line that you kept earlier; a ledger without that line is a problem.
     """

@@ -3,6 +3,7 @@
 Each imports what it needs when it runs, so that `--help` starts at once.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,15 +57,21 @@ def register(app: typer.Typer) -> None:
         ] = None,
     ) -> None:
         """Show which training points made each prediction, as a page and a table."""
+        from ._data import load_data, load_model
         from ._page import write_queries
         from ._queries import explain
-        from ._table import is_table
+        from ._table import is_table_file
 
-        if is_table(data) or text is not None or prompt:
+        if is_table_file(data) or text is not None or prompt:
             _sentences(data, text, label, prompt, out, points, queries, model, ridge, top)
             return
-        result = _answered(explain, data, model, out, points, queries, ridge=ridge, k=top)
+
+        def answer(report: Callable[[str], None]) -> dict[str, Any]:
+            rows = load_data(data, points=points, queries=queries)
+            return explain(load_model(model), rows, ridge=ridge, k=top, report=report)
+
         page, table = out / "attribution.html", out / "attribution.csv"
+        result = _watched(answer, page)
         write_queries(result, page, table, shown=queries)
         typer.echo(repr(result["attribution"]))
         typer.echo(f"Page: {page}  Table: {table}")
@@ -86,32 +93,31 @@ def register(app: typer.Typer) -> None:
             float, typer.Option(help="Probability from which a label is called wrong.")
         ] = 0.5,
         near: Annotated[
-            float, typer.Option(help="Distance of near duplicates; 1 is that of usual neighbours.")
+            float,
+            typer.Option(help="Distance below which points are near duplicates; 1 is the median."),
         ] = 0.25,
     ) -> None:
         """Find wrong labels, near duplicates, leaks, and points that decide all or nothing."""
         from rich.console import Console
 
-        from ..._support.files import check_writable
-        from ._inspect import inspect
+        from ._inspect import audit_files
 
-        check_writable(out / "findings.html")
+        found, written = _watched(
+            audit_files,
+            out / "findings.html",
+            data,
+            label=label,
+            text=text,
+            task=task,
+            model=model,
+            out=out,
+            points=points,
+            queries=queries,
+            ridge=ridge,
+            threshold=threshold,
+            near=near,
+        )
         console = Console()
-        with console.status("starting") as status:
-            found, written = inspect(
-                data,
-                label=label,
-                text=text,
-                task=task,
-                model=model,
-                out=out,
-                points=points,
-                queries=queries,
-                ridge=ridge,
-                threshold=threshold,
-                near=near,
-                report=lambda words: status.update(f"{words} …"),
-            )
         console.print(f"{found!r}", soft_wrap=True, markup=False)
         console.print(f"Written: {', '.join(map(str, written))}", soft_wrap=True, markup=False)
 
@@ -129,42 +135,34 @@ def _sentences(
     top: int,
 ) -> None:
     """A table of texts instead of arrays."""
-    from rich.console import Console
-
-    from ..._support.files import check_writable
     from ._sentences import explain_texts
 
     if model is not None:
         raise ValueError("--model: a table of texts is attributed with the library's own model.")
-    check_writable(out / "attribution.html")
-    with Console().status("starting") as status:
-        result, written = explain_texts(
-            data,
-            text=text,
-            label=label,
-            prompts=prompts or [],
-            out=out,
-            points=points,
-            queries=queries,
-            ridge=ridge,
-            k=top,
-            report=lambda words: status.update(f"{words} …"),
-        )
+    result, written = _watched(
+        explain_texts,
+        out / "attribution.html",
+        data,
+        text=text,
+        label=label,
+        prompts=prompts or [],
+        out=out,
+        points=points,
+        queries=queries,
+        ridge=ridge,
+        k=top,
+    )
     typer.echo(repr(result))
     typer.echo(f"Page: {written[0]}  Table: {written[1]}")
 
 
-def _answered(
-    question: Any, data: Any, model: Any, out: Path, points: Any, queries: int, **options: Any
-) -> Any:
-    """What the question finds about the model, after the folder was tried."""
+def _watched(work: Callable[..., Any], page: Path, *args: Any, **options: Any) -> Any:
+    """The result of `work`, which says on the terminal what it does. Its page must be writable first."""
     from rich.console import Console
 
     from ..._support.files import check_writable
-    from ._data import load_data, load_model
 
-    check_writable(out / "page.html")
-    rows = load_data(data, points=points, queries=queries)
+    check_writable(page)
     with Console().status("starting") as status:
-        report = lambda text: status.update(f"{text} …")  # noqa: E731
-        return question(load_model(model), rows, report=report, **options)
+        report = lambda words: status.update(f"{words} …")  # noqa: E731
+        return work(*args, report=report, **options)

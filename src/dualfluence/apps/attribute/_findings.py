@@ -24,8 +24,8 @@ WHAT = {
     "conflict": "Two points that are nearly the same have different targets. At least one of the two is "
     "wrong, or the features do not hold what tells them apart.",
     "leak": "A test point is nearly the same as a training point. Results on it say nothing about new data.",
-    "leverage": "The prediction at the point hangs on its own target. Nothing else in the data supports it, "
-    "and nothing would notice if it were wrong. More points of this kind would help most.",
+    "leverage": "The prediction at the point depends on its own target. Nothing else in the data supports "
+    "it, so that a mistake in it stays unseen. More points of this kind would help most.",
     "redundant": "All of these together can go and hardly a prediction changes. They cost time, and their "
     "labels need no second look.",
 }
@@ -58,7 +58,7 @@ code{font-size:.8rem}
 """
 
 
-class Shown:
+class Look:
     """How the points of both splits look on a page: pictures, texts or first numbers."""
 
     def __init__(self, train: Any, test: Any) -> None:
@@ -79,7 +79,7 @@ class Shown:
         return f'<div class="wide">{shown}</div>' if shown.startswith("<code>") else shown
 
 
-def write_findings(found: Audit, name: str, shown: Shown, page: Path, table: Path) -> None:
+def write_findings(found: Audit, name: str, shown: Look, page: Path, table: Path) -> None:
     """The page and the CSV, one row per finding."""
     counts = found.counts
     links = "".join(
@@ -108,7 +108,7 @@ def _summary(found: Audit) -> str:
         return f"{points}. None of their {one}s looks wrong.{test}"
     return (
         f"{points}. <b>{_look_wrong(flagged, one)}; about {found.expected_precision * flagged:,.0f} of "
-        f"these should be</b>, by predictions at each point that have not seen it. In all of the training "
+        f"these should be wrong</b>, by models that were trained without the point. In all of the training "
         f"set, about {found.wrong.sum():,.0f} {one}s should be wrong.{test}"
     )
 
@@ -121,7 +121,7 @@ def _seconds(found: Audit) -> str:
     return f"It took {found.stats['seconds']:.1f} s." if "seconds" in found.stats else ""
 
 
-def _section(found: Audit, kind: str, shown: Shown) -> str:
+def _section(found: Audit, kind: str, shown: Look) -> str:
     all_of_them = [f for f in found.findings if f.kind == kind]
     cards = "".join(_card(f, shown) for f in all_of_them[:SHOWN])
     more = len(all_of_them) - SHOWN
@@ -133,7 +133,7 @@ def _section(found: Audit, kind: str, shown: Shown) -> str:
     )
 
 
-def _card(f: Finding, shown: Shown) -> str:
+def _card(f: Finding, shown: Look) -> str:
     look = "given" if f.kind in ("label", "conflict") else "name"
     given = "" if f.given is None else f'<span class="{look}">{_target(f.given)}</span>'
     better = ""

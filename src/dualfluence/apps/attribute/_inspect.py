@@ -9,15 +9,15 @@ from ...adapters._audit import audit
 from ...attribution import Audit
 from ._audit import audit as rank
 from ._data import Data, load_data, load_model
-from ._findings import Shown, write_findings
+from ._findings import Look, write_findings
 from ._page import write_audit
-from ._table import is_table, read_table
+from ._table import is_table_file, read_table
 
 MOST_EXPLORED = 3000
 """Points up to which the page with the map is written: it holds every pair of point and query."""
 
 
-def inspect(
+def audit_files(
     path: Path | None,
     *,
     label: str,
@@ -35,14 +35,14 @@ def inspect(
     """Findings, and the files that were written."""
     page, table = out / "findings.html", out / "findings.csv"
     limits: dict[str, Any] = {"threshold": threshold, "near": near}
-    if path is not None and is_table(path):
+    if path is not None and is_table_file(path):
         if model is not None:
             raise ValueError("--model: a table is audited with the library's own model.")
         rows = read_table(path, label, text, points)
         report(f"leaving out each of {len(rows.y)} points")
         encoder = HashedText() if rows.is_text else None
         found = audit(None, rows.x, rows.y, encoder=encoder, task=task, **limits)
-        write_findings(found, path.name, Shown(rows.shown, None), page, table)
+        write_findings(found, path.name, Look(rows.shown, None), page, table)
         return found, [page, table]
     if task is not None:
         raise ValueError("--task: the targets of an .npz are classes if they are whole numbers.")
@@ -54,7 +54,7 @@ def inspect(
         write_audit(result, written[2], written[3])
     report("looking for findings")
     found = _findings(model, data, result, limits)
-    write_findings(found, data.name, Shown(data.x, data.xq), page, table)
+    write_findings(found, data.name, Look(data.x, data.xq), page, table)
     return found, written
 
 

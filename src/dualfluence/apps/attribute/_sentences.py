@@ -12,7 +12,7 @@ from ...fitted._fit import fit
 from ...infinite import Dense, serial
 from ...losses import SquaredError
 from ._page import write_csv
-from ._table import is_table, read_table
+from ._table import is_table_file, read_table
 
 
 def explain_texts(
@@ -34,7 +34,7 @@ def explain_texts(
     exact. A prompt is asked for the class that the model answers; without prompts the last rows of the
     table are left out of training and asked for their own labels.
     """
-    if path is None or not is_table(path):
+    if path is None or not is_table_file(path):
         raise ValueError(
             "attribute: --text and --prompt need a table, --data FILE.csv or .tsv, perhaps .gz."
         )

@@ -37,7 +37,7 @@ class Table:
     is_text: bool
 
 
-def is_table(path: Path | None) -> bool:
+def is_table_file(path: Path | None) -> bool:
     return path is not None and _ending(path) in SEPARATORS
 
 

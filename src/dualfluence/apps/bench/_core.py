@@ -27,27 +27,22 @@ SLOW = (PAPER, PARAMETER)
 """Methods with long iterations: they are compiled separately and repeated less often."""
 
 
-def bench_core(
-    *,
-    points: int = 500,
-    widths: tuple[int, ...] = WIDTHS,
-    ridge: float = 1e-2,
-    percent: float = 10.0,
-    repeats: int = 7,
-    slow_repeats: int = 2,
-    seed: int = 0,
-) -> dict[str, Any]:
+SLOW_REPEATS = 2
+RIDGE, PERCENT, SEED = 1e-2, 10.0, 0
+
+
+def bench_core(*, points: int = 500, repeats: int = 7) -> dict[str, Any]:
     """Times of one removal, parameters included, its error, and peak memory over that of `K`.
 
     The preconditioner is built at fit and reused, as for a service that answers deletion requests;
     its time is part of `fit_seconds`. Times of repeated calls are medians.
     """
     data = datasets.load("mnist-small")
-    model = fully_connected(widths, seed)
+    model = fully_connected(WIDTHS, SEED)
     _, kernel_seconds = time_calls(lambda: model.kernel(jnp.asarray(data.x_train[:points])), 2)
-    made = time_call(lambda: Removals(model, data, points, ridge))
+    made = time_call(lambda: Removals(model, data, points, RIDGE))
     case, fit_seconds = made.result, made.seconds
-    gone, methods = case.indices(percent), make_methods(case.trained(Settings()), METHODS)
+    gone, methods = case.indices(PERCENT), make_methods(case.trained(Settings()), METHODS)
     truth, _ = methods[RETRAINED](gone)
     retrain = case.fitted.retrain(Remove(gone)).stats
     warm_up: Any = make_methods(case.trained(WARM_UP), SLOW)
@@ -55,9 +50,9 @@ def bench_core(
         name: case.measure(
             name,
             methods[name],
-            percent,
+            PERCENT,
             truth,
-            repeats=slow_repeats if name in SLOW else repeats,
+            repeats=SLOW_REPEATS if name in SLOW else repeats,
             warm_up=warm_up.get(name),
         )
         for name in METHODS[1:]
@@ -67,17 +62,7 @@ def bench_core(
     return {
         "benchmark": "core",
         "machine": describe_machine(),
-        "config": {
-            "network": "-".join(map(str, widths)),
-            "parameters": model.num_params,
-            "points": points,
-            "outputs": widths[-1],
-            "loss": "softmax cross-entropy",
-            "ridge": ridge,
-            "percent": percent,
-            "dtype": str(case.fitted.alpha.dtype),
-            "seed": seed,
-        },
+        "config": {**case.config(WIDTHS, SEED), "percent": PERCENT},
         "kernel_seconds": {"first": kernel_seconds[0], "repeat": kernel_seconds[1]},
         "fit_seconds": fit_seconds,
         "fit": case.fitted.stats._asdict(),

@@ -134,10 +134,12 @@ def reproduce(
         int, typer.Option(min=0, max=MAX_SEED, help="Seed of networks, removals and queries.")
     ] = 0,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds after which no new piece is started.")
+        float | None, typer.Option(help="Seconds after which no new part is started.")
     ] = None,
-    percentages: Annotated[str | None, typer.Option(help="Only these, e.g. 10,50,90.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Of every training.")] = None,
+    percentages: Annotated[
+        str | None, typer.Option(help="Percentages to remove, e.g. 10,50,90.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs of every training.")] = None,
     per_class: Annotated[
         int | None, typer.Option(min=1, help="Training points of each class.")
     ] = None,
@@ -145,7 +147,7 @@ def reproduce(
         int | None, typer.Option(min=1, help="Timed calls of every method after its first.")
     ] = None,
     matmul_precision: Annotated[
-        str | None, typer.Option(help="Of matrix products, e.g. highest or TF32_TF32_F32_X3.")
+        str | None, typer.Option(help="Precision of matrix products, e.g. highest.")
     ] = None,
     plots_only: Annotated[bool, typer.Option(help="Redraw from the JSON files.")] = False,
 ) -> None:
@@ -186,29 +188,35 @@ def experiment(
         list[str],
         typer.Option(help="Percentages by class, e.g. 3:10,8:50. Repeat it for further sets."),
     ],
-    data: Annotated[str, typer.Option(help="mnist-small, mnist or cifar10.")] = "mnist-small",
+    data: Annotated[
+        str, typer.Option(help="Data set: mnist-small, mnist or cifar10.")
+    ] = "mnist-small",
     classes: Annotated[str, typer.Option(help="Classes to take.")] = "3,8",
-    per_class: Annotated[int, typer.Option(min=1, help="Training points of each.")] = 100,
-    per_class_test: Annotated[int, typer.Option(min=1, help="Test points of each.")] = 100,
-    network: Annotated[str, typer.Option(help="fcnn or cnn.")] = "fcnn",
+    per_class: Annotated[int, typer.Option(min=1, help="Training points of each class.")] = 100,
+    per_class_test: Annotated[int, typer.Option(min=1, help="Test points of each class.")] = 100,
+    network: Annotated[str, typer.Option(help="Network: fcnn or cnn.")] = "fcnn",
     depth: Annotated[int, typer.Option(min=1, help="Hidden layers or blocks.")] = 2,
-    width: Annotated[int, typer.Option(min=1, help="Units or channels of each.")] = 256,
+    width: Annotated[int, typer.Option(min=1, help="Units or channels of each layer.")] = 256,
     linearised: Annotated[bool, typer.Option(help="Train the linearisation instead.")] = False,
-    loss: Annotated[str, typer.Option(help="squared or softmax.")] = "squared",
-    ridge: Annotated[float, typer.Option(help="λ.")] = 1e-2,
+    loss: Annotated[str, typer.Option(help="Loss: squared or softmax.")] = "squared",
+    ridge: Annotated[float, typer.Option(help="λ of the ridge.")] = 1e-2,
     rate: Annotated[float, typer.Option(help="Learning rate.")] = 0.1,
-    epochs: Annotated[int, typer.Option(min=1, help="Of every training.")] = 1000,
-    momentum: Annotated[float, typer.Option(min=0, help="Of the descent.")] = 0.0,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="By default all points.")] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs of every training.")] = 1000,
+    momentum: Annotated[float, typer.Option(min=0, help="Momentum of the descent.")] = 0.0,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Points in a batch; by default all.")
+    ] = None,
     decay_steps: Annotated[int, typer.Option(min=1, help="Steps between decays of the rate.")] = 1,
     decay_rate: Annotated[float, typer.Option(help="Factor of the rate at a decay.")] = 1.0,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls after the first.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder for results.")] = Path("dualfluence-results"),
     data_dir: Annotated[Path | None, typer.Option(help="Folder with MNIST and CIFAR-10.")] = None,
     resume: Annotated[bool, typer.Option(help="Continue from the results in the folder.")] = False,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of network and removals.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MAX_SEED, help="Seed of network and removals.")
+    ] = 0,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds after which no new piece is started.")
+        float | None, typer.Option(help="Seconds after which no new part is started.")
     ] = None,
 ) -> None:
     """Train a network of your own choice, forget parts of its classes, and compare every method."""
@@ -276,7 +284,7 @@ def plan(
     dtype: Annotated[str, typer.Option(help="Dtype of the kernel.")] = "float32",
     devices: Annotated[int, typer.Option(min=1, help="Devices that share K.")] = 1,
     memory_gib: Annotated[
-        float, typer.Option(min=0, help="Memory of each; 0 for this machine's.")
+        float, typer.Option(min=0, help="Memory of each device; 0 for this machine's.")
     ] = 0.0,
     platform: Annotated[
         str | None, typer.Option(help="cpu, gpu or tpu, to plan for another machine.")

@@ -1,5 +1,6 @@
 """A fitted network and random removals from it, on which every method is measured in the same way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,23 @@ class Removals:
         """The model for which methods are made."""
         return TrainedCase(self.fitted, self.params, self.y, settings)
 
-    def indices(self, percent: float, seed: int = 0) -> np.ndarray:
+    def config(self, widths: Sequence[int], seed: int) -> dict[str, Any]:
+        """What a record says about the network and its fit."""
+        return {
+            "network": "-".join(map(str, widths)),
+            "parameters": self.model.num_params,
+            "points": len(self.y),
+            "outputs": widths[-1],
+            "loss": "softmax cross-entropy",
+            "ridge": self.ridge,
+            "dtype": str(self.fitted.alpha.dtype),
+            "seed": seed,
+        }
+
+    def indices(self, percent: float) -> np.ndarray:
         """Points to remove, drawn over all classes."""
         count = max(1, round(len(self.y) * percent / 100))
-        return np.random.default_rng(seed).choice(len(self.y), count, replace=False)
+        return np.random.default_rng(0).choice(len(self.y), count, replace=False)
 
     def measure(
         self,

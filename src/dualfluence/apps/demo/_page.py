@@ -74,9 +74,9 @@ def _conclusion(result: dict[str, Any]) -> str:
     return (
         f"Deleting {one['removed']} of {result['config']['points']} training digits took "
         f"<b>{_seconds(one['timing']['repeat'])}</b> where retraining took "
-        f"{_seconds(again['timing']['repeat'])}; the new parameters are within "
-        f"<b>{percent(one['error'])}</b> of what the deletion changes, and a certificate that needs no "
-        f"retraining says at most {percent(one['certificate'])}."
+        f"{_seconds(again['timing']['repeat'])}; the new parameters are off by "
+        f"<b>{percent(one['error'])}</b> of the change that the deletion makes. The certificate, which needs "
+        f"no retraining, says at most {percent(one['certificate'])}."
     )
 
 

@@ -54,17 +54,7 @@ def run_demo(
     stats = case.fitted.stats
     return {
         "machine": describe_machine(),
-        "config": {
-            "network": "-".join(map(str, widths)),
-            "parameters": model.num_params,
-            "points": points,
-            "outputs": widths[-1],
-            "ridge": ridge,
-            "loss": "softmax cross-entropy",
-            "dtype": str(case.fitted.alpha.dtype),
-            "data": data.origin,
-            "seed": seed,
-        },
+        "config": {**case.config(widths, seed), "data": data.origin},
         "fit": {**stats._asdict(), "relative_bound": case.fitted.certificate.relative_bound},
         "story": story,
         "gain": gain,

@@ -17,16 +17,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 
 from ..page._write import SERVED, TYPES, one_file, static_files
-from ..serve._http import (
-    BODY_SECONDS,
-    HANDLERS,
-    MIDDLEWARE,
-    Limits,
-    Refused,
-    authorise,
-    in_pool,
-    read_object,
-)
+from ..serve._http import BODY_SECONDS, Gate, Refused, application, in_pool
 from ._session import Session, Stale
 from ._visitors import VisitEnded, Visitors
 
@@ -49,14 +40,14 @@ Work = Callable[[], dict[str, Any]]
 class Service:
     """The sessions and the threads that serve them."""
 
-    def __init__(self, visitors: Visitors, token: str, limits: Limits) -> None:
-        self.visitors, self.token, self.limits = visitors, token, limits
+    def __init__(self, visitors: Visitors, gate: Gate) -> None:
+        self.visitors, self.gate = visitors, gate
         self.editor = ThreadPoolExecutor(1, "editor")
         self.reader = ThreadPoolExecutor(1, "reader")
 
     async def start(self, request: Request) -> Response:
         """Continues a visit that is kept, or begins one. It reports if an earlier one has ended."""
-        authorise(request, self.token)
+        self.gate.authorise(request)
         visit, ended = request.headers.get(VISIT), None
         try:
             session = None if visit is None else self.visitors.find(visit)
@@ -124,7 +115,7 @@ class Service:
         return await self._run(session.reset)
 
     def _session(self, request: Request) -> Session:
-        authorise(request, self.token)
+        self.gate.authorise(request)
         visit = request.headers.get(VISIT)
         if visit is None:
             raise Refused(
@@ -137,7 +128,7 @@ class Service:
 
     async def _read(self, request: Request, fields: set[str]) -> tuple[Session, dict[str, Any]]:
         session = self._session(request)
-        return session, await read_object(request, fields, self.limits)
+        return session, await self.gate.read_object(request, fields)
 
     async def _run(self, work: Work, pool: ThreadPoolExecutor | None = None) -> Response:
         try:
@@ -154,12 +145,12 @@ def make_app(
     body_seconds: float = BODY_SECONDS,
     ahead: bool = False,
 ) -> Starlette:
-    """The page's application. No header allows other origins: browsers keep other pages out.
+    """The page's application.
 
     With `ahead` it begins at its start to compute the scores that every visitor sees first.
     """
     visitors = first if isinstance(first, Visitors) else Visitors(first)
-    service = Service(visitors, token, Limits(max_body, body_seconds))
+    service = Service(visitors, Gate(token, max_body, body_seconds))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -184,9 +175,7 @@ def make_app(
         *(Route(f"/api/{write.__name__}", write, methods=["POST"]) for write in writes),
         *(_file(name, text) for name, text in static_files().items()),
     ]
-    app = Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers=HANDLERS, middleware=MIDDLEWARE
-    )
+    app = application(routes, lifespan)
     app.state.visitors = visitors
     return app
 

@@ -58,7 +58,7 @@ optimum, most of that step would be the error that earlier edits left."""
 
 
 @dataclass(eq=False)
-class Moment:
+class Version:
     """The model after one action.
 
     - `version`: a number that is used once, so that every answer names its model.
@@ -102,7 +102,7 @@ class Session:
         return Session(self.scene, self)
 
     @property
-    def now(self) -> Moment:
+    def now(self) -> Version:
         return self.moments[-1]
 
     @property
@@ -242,10 +242,10 @@ class Session:
         if len(self.moments) > self.most_edits:
             raise ValueError(f"{what}: {self.most_edits} edits are kept; undo some, or reset.")
 
-    def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Moment:
+    def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Version:
         outputs = np.asarray(fitted.predict(self.scene.xq))
         self._made += 1
-        return Moment(self._made, fitted, action_of(fitted=fitted, **action), outputs)
+        return Version(self._made, fitted, action_of(fitted=fitted, **action), outputs)
 
     def _targets(self, count: int, label: int | float) -> np.ndarray:
         classes = self.scene.num_classes

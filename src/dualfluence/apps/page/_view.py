@@ -13,7 +13,7 @@ import numpy as np
 from ..._version import __version__
 from ...attribution._attribution import Attribution
 from ...fitted._fitted import Fitted
-from ...unlearning._payload import digest_of
+from ...unlearning._payload import digest_of_model
 from ..compare._machine import describe_machine
 from ._limits import limits
 from ._map import kernel_map
@@ -156,7 +156,7 @@ def document_of(scene: Scene, fitted: Fitted, history: list[dict[str, Any]]) -> 
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "statement": STATEMENT,
         "data": scene.name,
-        "model": {**about(scene), "ridge": fitted.ridge, "sha256": digest_of(fitted)},
+        "model": {**about(scene), "ridge": fitted.ridge, "sha256": digest_of_model(fitted)},
         "removed": np.flatnonzero(fitted.data.sample_weights == 0).tolist(),
         "history": history,
         "certificate": certificate_of(fitted),

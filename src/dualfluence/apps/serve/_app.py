@@ -20,16 +20,7 @@ from ...fitted._fitted import Fitted
 from ...losses import SoftmaxCrossEntropy
 from ...unlearning import Desk
 from ...unlearning._desk import plain_certificate
-from ._http import (
-    BODY_SECONDS,
-    HANDLERS,
-    MIDDLEWARE,
-    Limits,
-    Refused,
-    authorise,
-    in_pool,
-    read_object,
-)
+from ._http import BODY_SECONDS, Gate, Refused, application, in_pool
 
 MAX_BODY = 8 * 2**20
 """Bytes of a request's body."""
@@ -49,36 +40,36 @@ memory."""
 class Service:
     """A desk and the threads that serve it."""
 
-    def __init__(self, desk: Desk, token: str, limits: Limits) -> None:
-        self.desk, self.token, self.limits = desk, token, limits
+    def __init__(self, desk: Desk, gate: Gate) -> None:
+        self.desk, self.gate = desk, gate
         self.writer = ThreadPoolExecutor(1, "writer")
         self.readers = ThreadPoolExecutor(READERS, "reader")
 
     async def remove(self, request: Request) -> Response:
-        body = await self._body(request, {"ids", "until"})
+        body = await self.gate.read_object(request, {"ids", "until"})
         ids, until = _ids(body), _until(body)
         return await self._in_order(lambda: _shown(self.desk.remove(ids, until=until)))
 
     async def preview(self, request: Request) -> Response:
         # In order as well: a preview uses the writer's work space.
-        body = await self._body(request, {"ids", "until"})
+        body = await self.gate.read_object(request, {"ids", "until"})
         ids, until = _ids(body), _until(body)
         return await self._in_order(lambda: _shown(self.desk.preview(ids, until=until)))
 
     async def predict(self, request: Request) -> Response:
-        body = await self._body(request, {"x"})
+        body = await self.gate.read_object(request, {"x"})
         x = _array(body, "x")
         model = self.desk.model
         return await self._read(lambda: _predicted(model, x))
 
     async def attribute(self, request: Request) -> Response:
-        body = await self._body(request, {"x", "y"})
+        body = await self.gate.read_object(request, {"x", "y"})
         x, y = _array(body, "x"), _array(body, "y", integers=True)
         model = self.desk.model
         return await self._read(lambda: _attributed(model, x, y))
 
     async def tail(self, request: Request) -> Response:
-        self._authorise(request)
+        self.gate.authorise(request)
         given = request.query_params.get("lines", "20")
         if not (given.isascii() and given.isdigit() and 1 <= int(given[:9]) <= MAX_TAIL):
             raise Refused(400, f"lines must be a whole number from 1 to {MAX_TAIL}")
@@ -88,13 +79,6 @@ class Service:
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok", "version": __version__})
-
-    def _authorise(self, request: Request) -> None:
-        authorise(request, self.token)
-
-    async def _body(self, request: Request, fields: set[str]) -> dict[str, Any]:
-        self._authorise(request)
-        return await read_object(request, fields, self.limits)
 
     async def _in_order(self, work: Callable[[], dict[str, Any]]) -> Response:
         return await self._run(self.writer, work)
@@ -132,11 +116,11 @@ def make_app(
     body_seconds: float = BODY_SECONDS,
     warm: bool = True,
 ) -> Starlette:
-    """The server's application. No header allows other origins: browsers keep other pages out.
+    """The server's application.
 
     Its start compiles the programs of reads, unless `warm` is false; the server answers afterwards.
     """
-    service = Service(desk, token, Limits(max_body, body_seconds))
+    service = Service(desk, Gate(token, max_body, body_seconds))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -155,9 +139,7 @@ def make_app(
         Route("/ledger", service.tail, methods=["GET"]),
         Route("/health", service.health, methods=["GET"]),
     ]
-    return Starlette(
-        routes=routes, lifespan=lifespan, exception_handlers=HANDLERS, middleware=MIDDLEWARE
-    )
+    return application(routes, lifespan)
 
 
 def _predicted(model: Fitted, x: np.ndarray) -> dict[str, Any]:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.routing import Route
+from starlette.types import ASGIApp, Lifespan, Message, Receive, Scope, Send
 
 from ...problem._certificate import NotConverged
 from ...unlearning import LedgerError
@@ -20,17 +22,6 @@ Result = TypeVar("Result")
 
 BODY_SECONDS = 30.0
 """Time for a body to arrive. Twice as much lets a slow client hold a connection twice as long."""
-
-
-class Limits(NamedTuple):
-    """Limits of the body of a request.
-
-    - `size`: bytes.
-    - `seconds`: time for all of it to arrive.
-    """
-
-    size: int
-    seconds: float = BODY_SECONDS
 
 
 class Refused(Exception):
@@ -70,23 +61,35 @@ class CloseUnread:
         await self.app(scope, receive_and_note, send_and_close)
 
 
-MIDDLEWARE = (Middleware(CloseUnread),)
-"""Middleware around the routes of every server."""
+class Gate(NamedTuple):
+    """What a request has to pass: the token, and the limits of its body.
+
+    - `token`: the bearer token.
+    - `max_body`: bytes of the body.
+    - `seconds`: time for all of the body to arrive.
+    """
+
+    token: str
+    max_body: int
+    seconds: float = BODY_SECONDS
+
+    def authorise(self, request: Request) -> None:
+        """Refuse a request without the token. Nothing of its body has been read by then."""
+        if not is_authorised(request.headers.get("authorization"), self.token):
+            raise Refused(401, "a bearer token is required")
+
+    async def read_object(self, request: Request, fields: set[str]) -> dict[str, Any]:
+        """The JSON object in the body, within its limits, with known fields only, each of them once."""
+        self.authorise(request)
+        try:
+            async with asyncio.timeout(self.seconds):
+                raw = await _read(request, self.max_body)
+        except TimeoutError:
+            raise Refused(408, f"the body did not arrive within {self.seconds:g} s") from None
+        return _object(raw, fields)
 
 
-def authorise(request: Request, token: str) -> None:
-    """Refuse a request without the bearer token. Nothing of its body has been read by then."""
-    if not is_authorised(request.headers.get("authorization"), token):
-        raise Refused(401, "a bearer token is required")
-
-
-async def read_object(request: Request, fields: set[str], limits: Limits) -> dict[str, Any]:
-    """The JSON object in the body, within its limits, with known fields only, each of them once."""
-    try:
-        async with asyncio.timeout(limits.seconds):
-            raw = await _read(request, limits.size)
-    except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {limits.seconds:g} s") from None
+def _object(raw: bytes, fields: set[str]) -> dict[str, Any]:
     try:
         body = json.loads(raw, parse_constant=_no_constants, object_pairs_hook=_once_each)
     except (ValueError, RecursionError):
@@ -157,3 +160,11 @@ def _no_constants(name: str) -> Any:
 
 HANDLERS: Any = {Refused: _refused, HTTPException: _failed, Exception: _failed}
 """Answers for refused requests and for errors; no answer names a file."""
+
+
+def application(routes: list[Route], lifespan: Lifespan[Starlette]) -> Starlette:
+    """An application with these routes. No header allows other origins: browsers keep other pages out."""
+    middleware = [Middleware(CloseUnread)]
+    return Starlette(
+        routes=routes, lifespan=lifespan, exception_handlers=HANDLERS, middleware=middleware
+    )

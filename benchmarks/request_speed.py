@@ -1,8 +1,8 @@
 """What a request costs when most points go, and what holding the Jacobian saves; writes JSON.
 
-    python benchmarks/requests.py                      # a minute on a laptop
-    python benchmarks/requests.py --points 2000 --images 2000 --channels 128 --out requests.json
-    python benchmarks/requests.py --points 2000 --against /path/to/another/checkout/src
+    python benchmarks/request_speed.py                      # a minute on a laptop
+    python benchmarks/request_speed.py --points 2000 --images 2000 --channels 128 --out requests.json
+    python benchmarks/request_speed.py --points 2000 --against /path/to/another/checkout/src
 
 The same removals with the whole of `K` in every product and with the retained block, then
 parameters of a convolutional network with and without `J` in memory. Medians of repeated calls.
