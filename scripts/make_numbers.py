@@ -31,6 +31,14 @@ def record(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
+def recorded(name: str) -> bool:
+    return (ROOT / "benchmarks" / "results" / f"{name}.json").exists()
+
+
+MACHINES = {"cpu": "2 CPU cores", "h200": "H200"}
+"""Machines of records, by the end of their names."""
+
+
 def table(head: str, rows: list[list[str]]) -> str:
     columns = head.count("|") - 1
     lines = [head, "|" + "---|" * columns, *("| " + " | ".join(row) + " |" for row in rows)]
@@ -230,13 +238,17 @@ def differing(found: Any, equals: dict[str, Any]) -> list[str]:
 
 @cache
 def all_claims() -> list[Any]:
-    """The claims on every record in `docs/results`."""
+    """The claims on every record in `docs/results`, and on those of `benchmarks/crossover.py`."""
     from dualfluence.apps.paper._claims import CLAIMS
+    from dualfluence.apps.paper._claims_crossover import crossover_claims
 
     found = []
     for name, judge in CLAIMS.items():
         path = RESULTS / f"{name}.json"
         found += judge(json.loads(path.read_text())) if path.exists() else []
+    for machine, words in MACHINES.items():
+        if recorded(f"crossover_{machine}"):
+            found += crossover_claims(record(f"crossover_{machine}"), words)
     return found
 
 
