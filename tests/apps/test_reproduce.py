@@ -4,6 +4,8 @@ import copy
 import json
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,10 +29,15 @@ from dualfluence.apps.compare._networks import Architecture
 from dualfluence.apps.paper import NAMES, reproduce
 from dualfluence.apps.paper import _published as published
 from dualfluence.apps.paper._claims import CLAIMS, COMPARISONS
+from dualfluence.apps.paper._common import Context
 from dualfluence.apps.paper._config import Data, Row, Training, as_json, configure
 from dualfluence.apps.paper._methods import RELEASED_PRECISION
-from dualfluence.apps.paper._results import ResultsFolder, plain, read_results, write_json
+from dualfluence.apps.paper._nonlinear import epochs_to_record, train
+from dualfluence.apps.paper._results import ResultsFolder, Run, plain, read_results, write_json
+from dualfluence.apps.paper._run_fig1 import LinearisedCase
 from dualfluence.apps.paper._verdicts import PARTLY, PublishedValue
+from dualfluence.fitted._run import WIDENED
+from dualfluence.kernels._linearized import linearize
 
 pytestmark = pytest.mark.host
 
@@ -141,6 +148,34 @@ def test_fig1_measures_every_method_both_ways(everything):
     assert min(cold.values()) > 0
 
 
+@pytest.fixture
+def types_of_32_bits():
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.thorough
+def test_fig1_stays_in_float32_and_marks_solves_that_stop_early(tmp_path, types_of_32_bits):
+    """At a ridge where float32 falls short, so that the library would continue in float64 by itself."""
+    row = replace(ROW, training=replace(ROW.training, ridge=1e-6))
+    config = configure("fig1", "paper", OVERRIDES["fig1"] | {"rows": (row,), "cg_steps": 2})
+    run = Run(ResultsFolder(tmp_path), "fig1", "paper", config, 0)
+    case = LinearisedCase(row, config, Context(run, 0, False, load=load))
+    for base, _ in case.trained.values():
+        assert WIDENED not in base.stats.notes
+    details = case.compare(50)["details"]
+    for base in ("published", "exact"):
+        for name in (PARAMETER, PAPER, ONE_STEP, ITERATED):
+            assert WIDENED not in details[base][name]["notes"]
+        for name in (PARAMETER, PAPER):
+            found = details[base][name]
+            # Two steps leave far more than 1e-8.
+            assert found["iterations"] == 2
+            assert found["residual"] > 1e-6
+            assert not found["converged"]
+
+
 @pytest.mark.slow
 def test_fig4_estimates_lie_on_the_diagonal(everything):
     values = read_results(everything, "fig4")["pieces"]["fcnn/exact"]["values"]
@@ -148,6 +183,36 @@ def test_fig4_estimates_lie_on_the_diagonal(everything):
         np.testing.assert_allclose(
             values["estimates"][name]["outputs"], values["actual_outputs"], rtol=1e-3, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(("epochs", "every"), [(1, None), (4000, None), (4000, 40), (45, 40)])
+def test_records_leave_no_gaps(epochs, every):
+    marks = epochs_to_record(epochs, every)
+    assert (marks[0], marks[-1]) == (0, epochs)
+    steps = np.diff(marks)
+    assert (steps > 0).all()
+    if every is None:
+        assert (steps <= np.maximum(1, 0.02 * np.asarray(marks[:-1]))).all()
+        assert marks[:51] == list(range(min(epochs, 50) + 1))
+    else:
+        assert (steps <= every).all()
+
+
+def test_training_in_pieces_is_training_at_once():
+    model = linearize(lambda theta, x: jnp.tanh(x @ theta), jnp.ones((3, 1)))
+    x, y = np.random.default_rng(0).normal(size=(2, 5, 3))
+    seen, how = {}, {"ridge": 0.1, "rate": 0.2, "epochs": 7, "progress": False}
+    args = (model, jnp.asarray(x), jnp.asarray(y[:, :1]))
+    got = train(*args, marks=[0, 1, 2, 5, 7], on_record=seen.__setitem__, **how)
+    theta = np.ones((3, 1))
+    for epoch in range(8):
+        if epoch in seen:
+            np.testing.assert_allclose(seen[epoch], theta, rtol=1e-12)
+        f = np.tanh(x @ theta)
+        gradient = x.T @ ((f - y[:, :1]) * (1 - f**2)) / 5 + 0.1 * (theta - 1)
+        theta, last = theta - 0.2 * gradient, theta
+    assert sorted(seen) == [0, 1, 2, 5, 7]
+    np.testing.assert_allclose(got, last, rtol=1e-12)
 
 
 @pytest.mark.thorough
@@ -317,11 +382,11 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path, monkeypatch):
         go("fig2", tmp_path)
     assert not (tmp_path / "fig2.json").exists()
     assert go("fig2", tmp_path, resume=True)
-    assert calls == [1e-1, 1e-2, 1e-2, 1e-1, 1e-1]
+    assert calls == [1e-1, 1e-2, 1e-2]
     assert go("fig2", tmp_path, resume=True)
-    assert len(calls) == 5
+    assert len(calls) == 3
     assert go("fig2", tmp_path, resume=True, seed=1)  # other settings: nothing is reused
-    assert len(calls) == 9
+    assert len(calls) == 5
 
 
 def test_a_budget_stops_between_pieces_and_says_so(tmp_path):

@@ -166,8 +166,8 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
         distance.plot(epochs[1:], found["distance"][1:], color=colour)
         rmse.plot(epochs[1:], found["rmse"][1:], color=colour)
         for axis, key in ((accuracy, "accuracy"), (gradient, "gradient")):
-            axis.plot(epochs, found[f"{key}_network"], color=colour)
-            axis.plot(epochs, found[f"{key}_linear"], color=colour, linestyle="--")
+            for model, line in (("network", "-"), ("linear", "--")):
+                axis.plot(epochs[1:], found[f"{key}_{model}"][1:], color=colour, linestyle=line)
         if results["scale"] == "paper":
             for axis, key in ((distance, "distance"), (accuracy, "accuracy")):
                 if ridge in published.FIG2[key]:
@@ -178,7 +178,7 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
     accuracy.set(title="test accuracy", ylabel="accuracy")
     gradient.set(title="gradient norm", ylabel="‖∇L‖", yscale="log")
     for axis in axes[0]:
-        axis.set_xlabel("epochs")
+        axis.set(xlabel="epochs", xscale="log")
     handles += [
         Line2D([], [], color="#444444", label="network"),
         Line2D([], [], color="#444444", linestyle="--", label="linearisation"),

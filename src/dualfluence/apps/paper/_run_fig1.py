@@ -12,6 +12,7 @@ from ... import metrics
 from ...fitted._descent import Descent
 from ...fitted._fitted import Fitted
 from ...fitted._from_trained import from_trained
+from ...fitted._options import KernelOptions
 from ...kernels._linearized import linearize
 from ...operators import AbstractKernelOperator
 from ..compare._methods import Method, Settings, TrainedCase
@@ -104,7 +105,7 @@ class LinearisedCase:
             ridge=self.row.training.ridge,
             tangent="initial",
             linearised=True,
-            kernel=self.exact.kernel_op,
+            kernel=KernelOptions(operator=self.exact.kernel_op, refine=False),  # float32 for all
             progress=self.context.progress,
         )
 

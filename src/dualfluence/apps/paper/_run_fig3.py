@@ -16,7 +16,13 @@ from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT
 from ._common import Context, accuracies, forget_sets
 from ._config import Fig3
 from ._methods import make_methods
-from ._nonlinear import NetworkCase, precision_check, train, trained_network
+from ._nonlinear import (
+    NetworkCase,
+    epochs_to_record,
+    precision_check,
+    train,
+    trained_network,
+)
 
 
 def run(config: Fig3, context: Context) -> None:
@@ -93,7 +99,7 @@ class NonlinearCase(NetworkCase):
             ridge=self.ridge,
             rate=config.rate,
             epochs=config.epochs,
-            record_every=config.record_every,
+            marks=epochs_to_record(config.epochs, config.record_every),
             progress=self.context.progress,
         )
         found: dict[str, Any] = {}
