@@ -110,12 +110,17 @@ def _per_step(name: str) -> Any:
 
 
 def crossing(rows: list[dict[str, Any]], dual: Any, primal: Any) -> float | None:
-    """`p/(n·c)` above which `dual` is always the smaller one, between widths on logarithmic axes."""
+    """`p/(n·c)` above which `dual` is always the smaller one, between widths on logarithmic axes.
+
+    It is 0 if `dual` is the smaller one everywhere, and `None` if not even at the end.
+    """
     x = np.log([row["p_over_nc"] for row in rows])
     lead = np.log([dual(row) / primal(row) for row in rows])
     slower = np.flatnonzero(lead >= 0)
-    if slower.size == 0 or slower[-1] == len(rows) - 1:
-        return None  # always, or not even at the end
+    if slower.size == 0:
+        return 0.0
+    if slower[-1] == len(rows) - 1:
+        return None
     i = slower[-1]
     return float(np.exp(x[i] + (x[i + 1] - x[i]) * lead[i] / (lead[i] - lead[i + 1])))
 
@@ -201,7 +206,7 @@ def draw(found: dict[str, Any], path: Path) -> None:
 
     rows, cross = found["rows"], found["crossing"]
     x = [row["p_over_nc"] for row in rows]
-    figure = Figure(figsize=(10, 4.6), layout="constrained")
+    figure = Figure(figsize=(10, 5), layout="constrained")
     whole, step = figure.subplots(1, 2)
     for name in rows[0]["methods"]:
         whole.plot(x, [_seconds(name)(r) for r in rows], label=name, **STYLES[name])
@@ -224,15 +229,15 @@ def draw(found: dict[str, Any], path: Path) -> None:
     )
     for axis, kinds in ((whole, ("measured",)), (step, ("per step", "plan"))):
         for kind in kinds:
-            if cross[kind] is not None:
+            if cross[kind]:
                 style = ":" if kind == "plan" else "--"
                 axis.axvline(cross[kind], color="#888888", linestyle=style, linewidth=1)
                 axis.annotate(
-                    f" {kind}: {cross[kind]:.2g}", (cross[kind], 0.98 if kind == "plan" else 0.92),
-                    xycoords=("data", "axes fraction"), fontsize=8, va="top",
+                    f"{kind}: {cross[kind]:.0f} ", (cross[kind], 0.98 if kind == "plan" else 0.92),
+                    xycoords=("data", "axes fraction"), fontsize=8, va="top", ha="right",
                 )  # fmt: skip
         axis.set(xscale="log", yscale="log", xlabel="parameters over n·c", ylabel="seconds")
-        axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(0, 0.86))
+        axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
         axis.grid(color="#dddddd", linewidth=0.6)
     whole.set_title("a repeated removal, new parameters included")
     step.set_title("one step of conjugate gradients")

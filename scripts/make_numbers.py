@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -252,6 +253,53 @@ def all_claims() -> list[Any]:
     return found
 
 
+def crossover() -> str:
+    """Where the costs cross on each machine."""
+
+    rows = []
+    for machine, words in MACHINES.items():
+        if recorded(f"crossover_{machine}"):
+            found = record(f"crossover_{machine}")
+            low, high = (found["rows"][i]["p_over_nc"] for i in (0, -1))
+            places = [
+                "nowhere" if place is None else digits(place) if place else f"below {digits(low)}"
+                for place in (found["crossing"][kind] for kind in ("measured", "per step", "plan"))
+            ]
+            points = f"{found['settings']['points']:,}"
+            rows.append([words, points, f"{digits(low)} to {digits(high)}", *places])
+    head = "| machine | points | measured range | removals cross at | steps cross at |"
+    return table(f"{head} `plan` predicts for steps |", rows)
+
+
+def authors() -> str:
+    """The authors' code beside ours, once it has been run."""
+    if not recorded("authors_h200"):
+        return "No run on a GPU is recorded yet.\n"
+    found = record("authors_h200")
+    names = dict.fromkeys(name for row in found["rows"] for name in row["methods"])
+
+    def cells(row: dict[str, Any], name: str) -> list[str]:
+        if name not in row["methods"]:
+            return ["–"] * 3
+        done = row["methods"][name]
+        later = seconds(float(median(done["repeat"])))
+        return [seconds(done["first"]), later, f"{done['distance']:.1e}"]
+
+    rows = [[name, *(cell for row in found["rows"] for cell in cells(row, name))] for name in names]
+    heads = [
+        f"{what}, {row['percent']} %"
+        for row in found["rows"]
+        for what in ("first call", "later calls", "distance")
+    ]
+    changes = [f"`{c['old']}` is `{c['new']}`, because {c['why']}" for c in found["changes"]]
+    moved = " and ".join(f"{row['change']:.1e} ({row['percent']} %)" for row in found["rows"])
+    said = (
+        f"\nThe removals move the parameters by {moved}. Changed in their text: "
+        f"{'; '.join(changes) if changes else 'nothing'}.\n"
+    )
+    return table(f"| | {' | '.join(heads)} |", rows) + said
+
+
 def text_certified() -> str:
     found = record("text_certified_cpu")
     rows = [
@@ -400,6 +448,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-linearised": forgetting_linearised,
     "forgetting-network": forgetting_network,
     "paper": paper,
+    "crossover": crossover,
+    "authors": authors,
     "text-certified": text_certified,
     "audit-ranking": audit_ranking,
     "audit-losses": audit_losses,

@@ -29,7 +29,7 @@ def _efficient(found: dict[str, Any], machine: str) -> Claim:
         for row in large
     ]
     place = found["crossing"]["measured"]
-    where = "nowhere in this range" if place is None else f"at {place:.2g} parameters per unknown"
+    where = f"at {place:.2g} parameters per unknown" if place else "nowhere in this range"
     evidence = f"{span(lead)} times as fast there; they cross {where}"
     return Claim(text, source, verdict(min(lead) > 1), evidence, "abstract")
 
