@@ -13,8 +13,14 @@ from jaxtyping import Array, Float
 from ..._support.compile import filter_jit
 from ...operators import AbstractKernelOperator
 from ...problem._objective import Problem, State
-from ...solvers import conjugate_gradients
-from ._forms import RESIDUAL_SLACK, AbstractPaperForm, FormSolution, split_removal
+from ._forms import (
+    AbstractPaperForm,
+    CGSolution,
+    FormSolution,
+    after_cg,
+    solve_by_cg,
+    split_removal,
+)
 
 
 @dataclass(frozen=True)
@@ -43,9 +49,8 @@ class FullDataHessian(AbstractPaperForm):
         share = jnp.asarray(np.asarray(before.weights)[gone].sum(), state.alpha.dtype)
         rtol = jnp.asarray(self.rtol, state.alpha.dtype)
         b = before.ridge * (share * state.alpha - forgotten)
-        delta, iterations, residual = _solve(op, before, state, b, rtol, self.max_steps)
-        reached = float(residual) <= RESIDUAL_SLACK * self.rtol
-        return FormSolution(delta, int(iterations), 2, float(residual), reached)
+        found, delta = _solve(op, before, state, b, rtol, self.max_steps)
+        return after_cg(found, delta, products=2, rtol=self.rtol)
 
 
 @filter_jit
@@ -56,16 +61,12 @@ def _solve(
     b: Float[Array, "n c"],
     rtol: Float[Array, ""],
     max_steps: int,
-) -> tuple[Float[Array, "n c"], Array, Float[Array, ""]]:
-    """`Δα`, the steps, and the relative residual of the system with `B = λI + RᵀKR`."""
+) -> tuple[CGSolution, Float[Array, "n c"]]:
+    """The solution of the system with `B = λI + RᵀKR`, and `Δα`."""
     factor, ridge = before.factor(state), before.ridge
 
     def mv(z: Array) -> tuple[Array, Array]:
         return ridge * z + factor.rmv(op.mv(factor.mv(z))), z
 
-    rhs = factor.rmv(op.mv(b))
-    found = conjugate_gradients(mv, rhs, rtol=rtol, max_steps=max_steps)
-    defect = jnp.linalg.norm(rhs - mv(found.x)[0])
-    tiny = jnp.finfo(rhs.dtype).tiny
-    residual = defect / jnp.maximum(jnp.linalg.norm(rhs), tiny)
-    return (b - factor.mv(found.x)) / ridge, found.iterations, residual
+    found = solve_by_cg(mv, factor.rmv(op.mv(b)), rtol, max_steps)
+    return found, (b - factor.mv(found.x)) / ridge
