@@ -144,6 +144,12 @@ def reproduce(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Timed calls of every method after its first.")
     ] = None,
+    released_repeats: Annotated[
+        int | None, typer.Option(min=0, help="Timed calls of the methods as released; 0: none.")
+    ] = None,
+    cold: Annotated[
+        bool | None, typer.Option("--cold/--no-cold", help="First calls of fig1 in new processes.")
+    ] = None,
     matmul_precision: Annotated[
         str | None, typer.Option(help="Of matrix products, e.g. highest or TF32_TF32_F32_X3.")
     ] = None,
@@ -163,6 +169,8 @@ def reproduce(
         "epochs": epochs,
         "per_class": per_class,
         "repeats": repeats,
+        "released_repeats": released_repeats,
+        "cold": cold,
         "matmul_precision": matmul_precision,
     }
     finished = experiments.reproduce(
