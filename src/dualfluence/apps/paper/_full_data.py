@@ -1,7 +1,9 @@
 r"""The approximation that the paper mentions after its equations 1 and 5: the Hessian of all points.
 
-It saves the curvature of the retained points, so one factorisation would serve every removal. Its error is of
-the size of the removed share.
+It saves the curvature of the retained points, so one factorisation would serve every removal. Its error is the
+leverage of the removed points, not their share: the curvature that a point adds counts where it lies, and a
+network with more parameters than data leaves each point directions of its own. There the error is large
+even if one point goes.
 """
 
 from dataclasses import dataclass
@@ -32,8 +34,8 @@ class FullDataHessian(AbstractPaperForm):
     $$(\lambda I + WK)\,\Delta\alpha = \lambda\Bigl(\tfrac{n_f}{n}\alpha - \alpha_{\mathcal D_f}\Bigr),$$
 
     where $\alpha_{\mathcal D_f}$ is zero at retained points. This is eq. 1 (or 5) with
-    $\nabla^2L_{\mathcal D}$ as Hessian. Its step is not exact for squared error either; use
-    `Fitted.edit` where the share of removed points is not small.
+    $\nabla^2L_{\mathcal D}$ as Hessian. Its step is not exact for squared error either. With more parameters
+    than data, it misses a large part of the change even if one point goes; use `Fitted.edit`.
 
     - `max_steps`, `rtol`: of conjugate gradients on the symmetric form.
     """
