@@ -33,6 +33,7 @@ from dualfluence.apps.paper._common import Context
 from dualfluence.apps.paper._config import Data, Row, Training, as_json, configure
 from dualfluence.apps.paper._methods import RELEASED_PRECISION
 from dualfluence.apps.paper._nonlinear import epochs_to_record, train
+from dualfluence.apps.paper._read import bars, series
 from dualfluence.apps.paper._results import ResultsFolder, Run, plain, read_results, write_json
 from dualfluence.apps.paper._run_fig1 import LinearisedCase
 from dualfluence.apps.paper._verdicts import PARTLY, PublishedValue
@@ -271,6 +272,62 @@ def made_up_fig1(slowness):
                         "versions": {"jax": "1"}},
         "pieces": {k: {"seconds": 1.0, "device": "d", "values": v} for k, v in pieces.items()},
     }  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_fig1_has_bars_over_seeds(tmp_path):
+    few = {"seeds": (1,), "cold": False, "released_repeats": 0, "repeats": 1}
+    assert go("fig1", tmp_path, scale="paper", overrides=few)
+    results = read_results(tmp_path, "fig1")
+    whole, other = (results["pieces"][f"{p}fcnn/50"]["values"] for p in ("", "seed/1/"))
+    apart = other["distance"]["published"]["published"]
+    assert set(apart) == {PARAMETER, PAPER, ONE_STEP, ITERATED, RANDOM}
+    assert apart[ONE_STEP] != whole["distance"]["published"]["published"][ONE_STEP]
+    config = configure("fig1", "paper", OVERRIDES["fig1"] | few)
+    run = Run(ResultsFolder(tmp_path), "fig1", "paper", config, 1)
+    alone = LinearisedCase(ROW, config, Context(run, 1, False, load=load)).compare(50)
+    assert apart == pytest.approx(
+        {name: alone["distance"]["published"]["published"][name] for name in apart}, rel=1e-6
+    )
+    check_bars(results, "fcnn", lambda v: v["distance"]["published"]["published"][ONE_STEP])
+
+
+def check_bars(results, prefix, pick):
+    xs, ys = series(results, prefix, pick)
+    below, above = bars(results, prefix, pick)
+    for percent, y, low, high in zip(xs, ys, below, above, strict=True):
+        found = [
+            pick(results["pieces"][f"{seed}{prefix}/{percent}"]["values"])
+            for seed in ("", "seed/1/")
+        ]
+        assert (y - low, y + high) == pytest.approx((min(found), max(found)))
+        assert low + high > 0
+
+
+@pytest.mark.slow
+def test_fig3_and_fig4_have_bars_over_seeds(tmp_path):
+    assert go("fig3", tmp_path, overrides={"seeds": (1,)})
+    found = read_results(tmp_path, "fig3")
+    check_bars(found, "ridge/0.01", lambda v: v["distance"][ONE_STEP])
+    assert go("fig4", tmp_path, overrides={"seeds": (1,)})
+    pieces = read_results(tmp_path, "fig4")["pieces"]
+    same, other = (pieces[f"{p}fcnn/exact"]["values"] for p in ("", "seed/1/"))
+    assert same["queries"] != other["queries"]
+
+
+def test_a_figure_without_further_seeds_has_no_bars(everything_fig3):
+    assert bars(everything_fig3, "ridge/0.01", lambda v: v["distance"][ONE_STEP]) is None
+    piece = copy.deepcopy(everything_fig3["pieces"]["ridge/0.01/10"])
+    piece["values"]["distance"][ONE_STEP] = 5e-3
+    more = {"config": everything_fig3["config"] | {"seeds": [4]},
+            "pieces": everything_fig3["pieces"] | {"seed/4/ridge/0.01/10": piece}}  # fmt: skip
+    spread = bars(more, "ridge/0.01", lambda v: v["distance"][ONE_STEP])
+    assert np.ravel(spread) == pytest.approx([0, 0, 4e-3, 0])
+
+
+def test_negative_seeds_are_refused():
+    with pytest.raises(ValueError, match="seeds must not be negative"):
+        configure("fig3", "smoke", {"seeds": (1, -1)})
 
 
 @pytest.mark.parametrize(("slowness", "want"), [(60.0, "holds"), (40.0, "does not hold")])

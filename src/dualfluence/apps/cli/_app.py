@@ -147,6 +147,9 @@ def reproduce(
     released_repeats: Annotated[
         int | None, typer.Option(min=0, help="Timed calls of the methods as released; 0: none.")
     ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Further seeds for fig1 to fig4, e.g. 1,2,3.")
+    ] = None,
     cold: Annotated[
         bool | None, typer.Option("--cold/--no-cold", help="First calls of fig1 in new processes.")
     ] = None,
@@ -171,6 +174,7 @@ def reproduce(
         "repeats": repeats,
         "released_repeats": released_repeats,
         "cold": cold,
+        "seeds": None if seeds is None else _whole_numbers(seeds),
         "matmul_precision": matmul_precision,
     }
     finished = experiments.reproduce(

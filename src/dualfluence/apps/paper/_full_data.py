@@ -1,9 +1,8 @@
 r"""The approximation that the paper mentions after its equations 1 and 5: the Hessian of all points.
 
-It saves the curvature of the retained points, so one factorisation would serve every removal. Its error is the
-leverage of the removed points, not their share: the curvature that a point adds counts where it lies, and a
-network with more parameters than data leaves each point directions of its own. There the error is large
-even if one point goes.
+It saves the curvature of the retained points, so one factorisation would serve every removal. Its error is
+the leverage of the removed points, not their share. A network with more parameters than data has directions
+that one point alone determines. There the error is large even if one point goes.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """Fig. 3: unlearning from the nonlinear network of fig. 2."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -38,6 +39,12 @@ def run(config: Fig3, context: Context) -> None:
         for ridge, case in cases.items():
             key = f"ridge/{ridge:g}/{percent}"
             context.run.piece(key, lambda c=case, p=percent: c.compare(p))
+    for seed in config.seeds:
+        for ridge in config.ridges:
+            other = NonlinearCase(config, replace(context, seed=seed), ridge)
+            for percent in config.percentages:
+                key = f"seed/{seed}/ridge/{ridge:g}/{percent}"
+                context.run.piece(key, lambda c=other, p=percent: c.compare(p))
 
 
 class NonlinearCase(NetworkCase):
