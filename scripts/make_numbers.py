@@ -4,6 +4,7 @@
 `<!-- end of numbers -->`. With `--check` it changes nothing and fails where a page differs from its record.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -11,7 +12,7 @@ import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -271,6 +272,66 @@ def crossover() -> str:
     return table(f"{head} `plan` predicts for steps |", rows)
 
 
+def linearisable() -> str:
+    """From which λ on neither gap of `fidelity` is above its limit, and what a gap means for an edit."""
+    found = record("linearisable_cpu")
+    cells = {(t["width"], t["depth"]): ridge_in_words(t["ridges"]) for t in found["thresholds"]}
+    widths, depths = (sorted({key[i] for key in cells}) for i in (0, 1))
+    rows = [[str(width), *(cells[width, depth] for depth in depths)] for width in widths]
+    heads = [f"{depth} hidden layer{'s' * (depth > 1)}" for depth in depths]
+    return table(f"| width | {' | '.join(heads)} |", rows)
+
+
+def ridge_in_words(ridges: list[float | None]) -> str:
+    """Geometric mean and range over seeds, unless a seed needs more or less than what was measured."""
+    ends = [row["ridge"] for row in record("linearisable_cpu")["rows"]]
+    for outside, words in ((None, f"above {max(ends):g}"), (0.0, f"below {min(ends):g}")):
+        if outside in ridges:
+            count = ridges.count(outside)
+            return words if count == len(ridges) else f"{words} ({count} of {len(ridges)} seeds)"
+    inside = [ridge for ridge in ridges if ridge]
+    return f"{geometric_mean(inside):.2g} ({min(inside):.2g} to {max(inside):.2g})"
+
+
+GAPS = (0.0, 0.03, 0.1, 0.3, float("inf"))
+"""Classes of the larger gap in the table of errors."""
+
+
+def linearisable_edits() -> str:
+    """Error of a removal of 10 % by the larger gap: median and range, as a share of the change."""
+    rows = []
+    for low, high in itertools.pairwise(GAPS):
+        own = [
+            row
+            for row in record("linearisable_cpu")["rows"]
+            if low < max(row["output_gap"], row["parameter_gap"]) <= high
+        ]
+        if not own:
+            continue
+        cells = []
+        for tangent in ("initial", "trained"):
+            errors = [row[f"error_{tangent}"] for row in own]
+            cells.append(f"{median(errors):.2f} ({min(errors):.2f} to {max(errors):.2f})")
+        words = f"above {low:g}" if high == float("inf") else f"{low:g} to {high:g}"
+        rows.append([words, str(len(own)), *cells])
+    return table('| larger gap | models | `tangent="initial"` | `tangent="trained"` |', rows)
+
+
+def full_hessian() -> str:
+    """Error of one step with either Hessian, as a share of the change."""
+    found = record("full_hessian_cpu")
+    rows = []
+    for row in found["rows"]:
+        cells = []
+        for name in ("paper's dual form", "dual form, Hessian of all points"):
+            low, high = min(row["error"][name]), max(row["error"][name])
+            cells.append(f"{low:.2g} to {high:.2g}")
+        rows.append([row["loss"], f"{row['percent']} %", *cells])
+    return table(
+        "| loss | removed | Hessian of the retained points | Hessian of all points |", rows
+    )
+
+
 def authors() -> str:
     """The authors' code beside ours, once it has been run."""
     if not recorded("authors_h200"):
@@ -449,6 +510,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-network": forgetting_network,
     "paper": paper,
     "crossover": crossover,
+    "linearisable": linearisable,
+    "linearisable-edits": linearisable_edits,
+    "full-hessian": full_hessian,
     "authors": authors,
     "text-certified": text_certified,
     "audit-ranking": audit_ranking,
