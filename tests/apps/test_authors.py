@@ -156,3 +156,30 @@ def test_a_folder_that_is_no_checkout_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no .*influence\.py"):
         authors.load_authors(tmp_path, ())
     assert not [name for name in sys.modules if name.split(".")[0] == "utils"]
+
+
+def made_up():
+    methods = {
+        authors.ONE_STEP: {"first": 1.5, "repeat": [0.006, 0.005, 0.004], "distance": 1e-5},
+        authors.THEIR_DUAL: {"first": 16.0, "repeat": [1.5, 1.7, 1.6], "distance": 3e-4},
+    }
+    few = {authors.ONE_STEP: methods[authors.ONE_STEP]}
+    rows = [
+        {"percent": 10, "change": 1e-2, "methods": methods},
+        {"percent": 90, "change": 2e-2, "methods": few},
+    ]
+    return {"rows": rows, "changes": [vars(change) for change in authors.ONE_DEVICE]}
+
+
+def test_the_results_page_has_a_table_once_there_is_a_record(monkeypatch):
+    import make_numbers
+
+    monkeypatch.setattr(make_numbers, "recorded", lambda name: False)
+    assert make_numbers.authors() == "No run on a GPU is recorded yet.\n"
+    monkeypatch.setattr(make_numbers, "recorded", lambda name: name == "authors_h200")
+    monkeypatch.setattr(make_numbers, "record", lambda name: made_up())
+    lines = make_numbers.authors().splitlines()
+    assert lines[2] == "| ours, one step | 1.5 s | 5.0 ms | 1.0e-05 | 1.5 s | 5.0 ms | 1.0e-05 |"
+    assert lines[3] == "| authors' dual form | 16 s | 1.6 s | 3.0e-04 | – | – | – |"
+    assert "`gpus[1]` is `gpus[-1]`, because there is no second device" in lines[-1]
+    assert {line.count("|") for line in lines[:4]} == {8}

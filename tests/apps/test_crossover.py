@@ -89,3 +89,15 @@ def test_no_width_starts_after_the_limit():
     found = crossover.measure(1, crossover.Scale(2, (3, 6)), limit=-1)
     assert found["rows"] == []
     assert found["settings"]["widths_left_out"] == [3, 6]
+
+
+def test_the_results_page_says_where_costs_cross(monkeypatch):
+    import make_numbers
+
+    found = made_up(2.0) | {"settings": {"points": 2000}}
+    found["crossing"] |= {"per step": 0.0, "plan": None}
+    monkeypatch.setattr(make_numbers, "recorded", lambda name: name == "crossover_h200")
+    monkeypatch.setattr(make_numbers, "record", lambda name: found)
+    assert make_numbers.crossover().splitlines()[-1] == (
+        "| H200 | 2,000 | 0.10 to 100 | 2.0 | below 0.10 | nowhere |"
+    )
