@@ -23,6 +23,7 @@ PAGES = (
     "docs/unlearning.md",
     "docs/howto/choose.md",
     "docs/results.md",
+    "docs/howto/trust.md",
     "docs/howto/text.md",
     "docs/howto/clean.md",
 )
@@ -285,12 +286,12 @@ def linearisable() -> str:
 def ridge_in_words(ridges: list[float | None]) -> str:
     """Geometric mean and range over seeds, unless a seed needs more or less than what was measured."""
     ends = [row["ridge"] for row in record("linearisable_cpu")["rows"]]
-    for outside, words in ((None, f"above {max(ends):g}"), (0.0, f"below {min(ends):g}")):
-        if outside in ridges:
-            count = ridges.count(outside)
-            return words if count == len(ridges) else f"{words} ({count} of {len(ridges)} seeds)"
     inside = [ridge for ridge in ridges if ridge]
-    return f"{geometric_mean(inside):.2g} ({min(inside):.2g} to {max(inside):.2g})"
+    if len(inside) == len(ridges):
+        return f"{geometric_mean(inside):.2g} ({min(inside):.2g} to {max(inside):.2g})"
+    low = f"below {min(ends):g}" if 0.0 in ridges else f"{min(inside, default=max(ends)):.2g}"
+    high = f"above {max(ends):g}" if None in ridges else f"{max(inside, default=min(ends)):.2g}"
+    return low if not inside and None not in ridges else f"{low} to {high}" if inside else high
 
 
 GAPS = (0.0, 0.03, 0.1, 0.3, float("inf"))

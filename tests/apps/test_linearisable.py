@@ -69,3 +69,21 @@ def test_a_larger_ridge_closes_the_gap_and_the_script_draws(tmp_path):
     path.write_text(json.dumps(found))
     linearisable.draw(json.loads(path.read_text()), path.with_suffix(".svg"))
     assert path.with_suffix(".svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("ridges", "want"),
+    [
+        ([0.1, 0.4], "0.2 (0.1 to 0.4)"),
+        ([None, 2.0, 4.0], "2 to above 10"),
+        ([0.0, 2.0], "below 1 to 2"),
+        ([None, None], "above 10"),
+        ([0.0, 0.0], "below 1"),
+    ],
+)
+def test_thresholds_in_words(ridges, want, monkeypatch):
+    import make_numbers
+
+    found = {"rows": rows({1.0: 0.2, 10.0: 0.1})}
+    monkeypatch.setattr(make_numbers, "record", lambda name: found)
+    assert make_numbers.ridge_in_words(ridges) == want
