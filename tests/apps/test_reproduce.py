@@ -325,6 +325,27 @@ def test_a_figure_without_further_seeds_has_no_bars(everything_fig3):
     assert np.ravel(spread) == pytest.approx([0, 0, 4e-3, 0])
 
 
+@pytest.mark.parametrize(
+    ("small", "large", "want"),
+    [
+        ([0, 9e-9, 2e-6, 3e-5], [0, 9.1e-9, 2.01e-6, 1e-5], "holds"),  # rounding, then a tie
+        ([0, 9e-9, 2e-6, 3e-5], [0, 9e-9, 3e-6, 1e-5], "does not hold"),  # not at epoch 2
+        ([0, 9e-9, 2e-6, 3e-5], [0, 9e-9, 1e-6, 3e-5], "does not hold"),  # a tie at the end
+    ],
+)
+def test_throughout_means_at_every_epoch_that_depends_on_lambda(small, large, want):
+    names = ("distance", "rmse", "accuracy_network", "accuracy_linear", "gradient_network")
+    pieces = {
+        f"ridge/{ridge:g}": {
+            "values": {"epoch": [0, 1, 2, 3], "gradient_linear": line} | dict.fromkeys(names, line)
+        }
+        for ridge, line in ((1e-4, small), (1e-1, large))
+    }
+    results = {"config": {"ridges": [1e-1, 1e-4], "epochs": 3}, "pieces": pieces}
+    found = next(c for c in CLAIMS["fig2"](results) if c.label == "4.3 parameters")
+    assert found.verdict == want
+
+
 def test_negative_seeds_are_refused():
     with pytest.raises(ValueError, match="seeds must not be negative"):
         configure("fig3", "smoke", {"seeds": (1, -1)})

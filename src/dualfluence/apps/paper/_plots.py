@@ -184,8 +184,10 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
         epochs = found["epoch"]
         if ridge == max(results["config"]["ridges"]):
             _seeds(results, distance, accuracy, epochs[-1], colour)
-        distance.plot(epochs[1:], found["distance"][1:], color=colour)
-        rmse.plot(epochs[1:], found["rmse"][1:], color=colour)
+        # The first step is the same for both models: what they differ by after it is rounding.
+        first = next((i for i, epoch in enumerate(epochs) if epoch > 1), len(epochs))
+        distance.plot(epochs[first:], found["distance"][first:], color=colour)
+        rmse.plot(epochs[first:], found["rmse"][first:], color=colour)
         for axis, key in ((accuracy, "accuracy"), (gradient, "gradient")):
             for model, line in (("network", "-"), ("linear", "--")):
                 axis.plot(epochs[1:], found[f"{key}_{model}"][1:], color=colour, linestyle=line)
