@@ -5,6 +5,7 @@
 Sentences with numbers are in `numbers_in_sentences.py`; they are checked, not written.
 """
 
+import itertools
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
 
 from numbers_in_sentences import digits, missing, record
@@ -24,10 +26,19 @@ PAGES = (
     "docs/unlearning.md",
     "docs/howto/choose.md",
     "docs/results.md",
+    "docs/howto/trust.md",
     "docs/howto/text.md",
     "docs/howto/clean.md",
 )
 BLOCK = re.compile(r"(<!-- numbers: ([a-z-]+) -->\n).*?(<!-- end of numbers -->)", re.DOTALL)
+
+
+def recorded(name: str) -> bool:
+    return (ROOT / "benchmarks" / "results" / f"{name}.json").exists()
+
+
+MACHINES = {"cpu": "2 CPU cores", "h200": "H200"}
+"""Machines of records, by the end of their names."""
 
 
 def table(head: str, rows: list[list[str]]) -> str:
@@ -278,14 +289,125 @@ def differing(found: Any, equals: dict[str, Any]) -> list[str]:
 
 @cache
 def all_claims() -> list[Any]:
-    """The claims on every record in `docs/results`."""
+    """The claims on every record in `docs/results`, and on those of `benchmarks/crossover.py`."""
     from dualfluence.apps.paper._claims import CLAIMS
+    from dualfluence.apps.paper._claims_crossover import crossover_claims
 
     found = []
     for name, judge in CLAIMS.items():
         path = RESULTS / f"{name}.json"
         found += judge(json.loads(path.read_text())) if path.exists() else []
+    for machine, words in MACHINES.items():
+        if recorded(f"crossover_{machine}"):
+            found += crossover_claims(record(f"crossover_{machine}"), words)
     return found
+
+
+def crossover() -> str:
+    """Where the costs cross on each machine."""
+
+    rows = []
+    for machine, words in MACHINES.items():
+        if recorded(f"crossover_{machine}"):
+            found = record(f"crossover_{machine}")
+            low, high = (found["rows"][i]["p_over_nc"] for i in (0, -1))
+            places = [
+                "nowhere" if place is None else digits(place) if place else f"below {digits(low)}"
+                for place in (found["crossing"][kind] for kind in ("measured", "per step", "plan"))
+            ]
+            points = f"{found['settings']['points']:,}"
+            rows.append([words, points, f"{digits(low)} to {digits(high)}", *places])
+    head = "| machine | points | measured range | removals cross at | steps cross at |"
+    return table(f"{head} `plan` predicts for steps |", rows)
+
+
+def linearisable() -> str:
+    """From which λ on neither gap of `fidelity` is above its limit, and what a gap means for an edit."""
+    found = record("linearisable_cpu")
+    cells = {(t["width"], t["depth"]): ridge_in_words(t["ridges"]) for t in found["thresholds"]}
+    widths, depths = (sorted({key[i] for key in cells}) for i in (0, 1))
+    rows = [[str(width), *(cells[width, depth] for depth in depths)] for width in widths]
+    heads = [f"{depth} hidden layer{'s' * (depth > 1)}" for depth in depths]
+    return table(f"| width | {' | '.join(heads)} |", rows)
+
+
+def ridge_in_words(ridges: list[float | None]) -> str:
+    """Geometric mean and range over seeds, unless a seed needs more or less than what was measured."""
+    ends = [row["ridge"] for row in record("linearisable_cpu")["rows"]]
+    inside = [ridge for ridge in ridges if ridge]
+    if len(inside) == len(ridges):
+        return f"{geometric_mean(inside):.2g} ({min(inside):.2g} to {max(inside):.2g})"
+    low = f"below {min(ends):g}" if 0.0 in ridges else f"{min(inside, default=max(ends)):.2g}"
+    high = f"above {max(ends):g}" if None in ridges else f"{max(inside, default=min(ends)):.2g}"
+    return low if not inside and None not in ridges else f"{low} to {high}" if inside else high
+
+
+GAPS = (0.0, 0.03, 0.1, 0.3, float("inf"))
+"""Classes of the larger gap in the table of errors."""
+
+
+def linearisable_edits() -> str:
+    """Error of a removal of 10 % by the larger gap: median and range, as a share of the change."""
+    rows = []
+    for low, high in itertools.pairwise(GAPS):
+        own = [
+            row
+            for row in record("linearisable_cpu")["rows"]
+            if low < max(row["output_gap"], row["parameter_gap"]) <= high
+        ]
+        if not own:
+            continue
+        cells = []
+        for tangent in ("initial", "trained"):
+            errors = [row[f"error_{tangent}"] for row in own]
+            cells.append(f"{median(errors):.2f} ({min(errors):.2f} to {max(errors):.2f})")
+        words = f"above {low:g}" if high == float("inf") else f"{low:g} to {high:g}"
+        rows.append([words, str(len(own)), *cells])
+    return table('| larger gap | models | `tangent="initial"` | `tangent="trained"` |', rows)
+
+
+def full_hessian() -> str:
+    """Error of one step with either Hessian, as a share of the change."""
+    found = record("full_hessian_cpu")
+    rows = []
+    for row in found["rows"]:
+        cells = []
+        for name in ("paper's dual form", "dual form, Hessian of all points"):
+            low, high = min(row["error"][name]), max(row["error"][name])
+            cells.append(f"{low:.2g} to {high:.2g}")
+        rows.append([row["loss"], f"{row['percent']} %", *cells])
+    return table(
+        "| loss | removed | Hessian of the retained points | Hessian of all points |", rows
+    )
+
+
+def authors() -> str:
+    """The authors' code beside ours, once it has been run."""
+    if not recorded("authors_h200"):
+        return "No run on a GPU is recorded yet.\n"
+    found = record("authors_h200")
+    names = dict.fromkeys(name for row in found["rows"] for name in row["methods"])
+
+    def cells(row: dict[str, Any], name: str) -> list[str]:
+        if name not in row["methods"]:
+            return ["–"] * 3
+        done = row["methods"][name]
+        later = seconds(float(median(done["repeat"])))
+        return [seconds(done["first"]), later, f"{done['distance']:.1e}"]
+
+    rows = [[name, *(cell for row in found["rows"] for cell in cells(row, name))] for name in names]
+    heads = [
+        f"{what}, {row['percent']} %"
+        for row in found["rows"]
+        for what in ("first call", "later calls", "distance")
+    ]
+    changes = [f"`{c['old']}` is `{c['new']}`, because {c['why']}" for c in found["changes"]]
+    moved = " and ".join(f"{row['change']:.1e} ({row['percent']} %)" for row in found["rows"])
+    said = (
+        f"\nThe removals move the parameters by {moved}. Changed in their text: "
+        f"{'; '.join(changes) if changes else 'nothing'}.\n"
+    )
+    return table(f"| | {' | '.join(heads)} |", rows) + said
 
 
 def text_certified() -> str:
@@ -454,6 +576,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "forgetting-linearised": forgetting_linearised,
     "forgetting-network": forgetting_network,
     "paper": paper,
+    "crossover": crossover,
+    "linearisable": linearisable,
+    "linearisable-edits": linearisable_edits,
+    "full-hessian": full_hessian,
+    "authors": authors,
     "text-certified": text_certified,
     "audit-ranking": audit_ranking,
     "audit-losses": audit_losses,

@@ -106,6 +106,17 @@ def test_folders_are_tried_before_the_work(command, tmp_path, monkeypatch):
     assert isinstance(runner.invoke(app, arguments).exception, OSError)
 
 
+def test_reproduce_takes_the_pieces_of_figure_1(monkeypatch, tmp_path):
+    from dualfluence.apps import paper
+
+    seen = {}
+    monkeypatch.setattr(paper, "reproduce", lambda name, **options: seen.update(options) or True)
+    options = ["--no-cold", "--released-repeats", "0", "--seeds", "1,2", "--out", str(tmp_path)]
+    assert runner.invoke(app, ["reproduce", "fig1", *options]).exit_code == 0
+    overrides = {key: value for key, value in seen["overrides"].items() if value is not None}
+    assert overrides == {"cold": False, "released_repeats": 0, "seeds": (1, 2)}
+
+
 def test_reproduce_refuses_unknown_names(tmp_path):
     result = runner.invoke(app, ["reproduce", "fig9", "--out", str(tmp_path)])
     assert result.exit_code != 0

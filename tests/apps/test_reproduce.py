@@ -4,6 +4,8 @@ import copy
 import json
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -27,10 +29,16 @@ from dualfluence.apps.compare._networks import Architecture
 from dualfluence.apps.paper import NAMES, reproduce
 from dualfluence.apps.paper import _published as published
 from dualfluence.apps.paper._claims import CLAIMS, COMPARISONS
+from dualfluence.apps.paper._common import Context
 from dualfluence.apps.paper._config import Data, Row, Training, as_json, configure
 from dualfluence.apps.paper._methods import RELEASED_PRECISION
-from dualfluence.apps.paper._results import ResultsFolder, plain, read_results, write_json
+from dualfluence.apps.paper._nonlinear import epochs_to_record, train
+from dualfluence.apps.paper._read import bars, series
+from dualfluence.apps.paper._results import ResultsFolder, Run, plain, read_results, write_json
+from dualfluence.apps.paper._run_fig1 import LinearisedCase
 from dualfluence.apps.paper._verdicts import PARTLY, PublishedValue
+from dualfluence.fitted._run import WIDENED
+from dualfluence.kernels._linearized import linearize
 
 pytestmark = pytest.mark.host
 
@@ -141,6 +149,34 @@ def test_fig1_measures_every_method_both_ways(everything):
     assert min(cold.values()) > 0
 
 
+@pytest.fixture
+def types_of_32_bits():
+    jax.config.update("jax_enable_x64", False)
+    yield
+    jax.config.update("jax_enable_x64", True)
+
+
+@pytest.mark.thorough
+def test_fig1_stays_in_float32_and_marks_solves_that_stop_early(tmp_path, types_of_32_bits):
+    """At a ridge where float32 falls short, so that the library would continue in float64 by itself."""
+    row = replace(ROW, training=replace(ROW.training, ridge=1e-6))
+    config = configure("fig1", "paper", OVERRIDES["fig1"] | {"rows": (row,), "cg_steps": 2})
+    run = Run(ResultsFolder(tmp_path), "fig1", "paper", config, 0)
+    case = LinearisedCase(row, config, Context(run, 0, False, load=load))
+    for base, _ in case.trained.values():
+        assert WIDENED not in base.stats.notes
+    details = case.compare(50)["details"]
+    for base in ("published", "exact"):
+        for name in (PARAMETER, PAPER, ONE_STEP, ITERATED):
+            assert WIDENED not in details[base][name]["notes"]
+        for name in (PARAMETER, PAPER):
+            found = details[base][name]
+            # Two steps leave far more than 1e-8.
+            assert found["iterations"] == 2
+            assert found["residual"] > 1e-6
+            assert not found["converged"]
+
+
 @pytest.mark.slow
 def test_fig4_estimates_lie_on_the_diagonal(everything):
     values = read_results(everything, "fig4")["pieces"]["fcnn/exact"]["values"]
@@ -148,6 +184,36 @@ def test_fig4_estimates_lie_on_the_diagonal(everything):
         np.testing.assert_allclose(
             values["estimates"][name]["outputs"], values["actual_outputs"], rtol=1e-3, atol=1e-5
         )
+
+
+@pytest.mark.parametrize(("epochs", "every"), [(1, None), (4000, None), (4000, 40), (45, 40)])
+def test_records_leave_no_gaps(epochs, every):
+    marks = epochs_to_record(epochs, every)
+    assert (marks[0], marks[-1]) == (0, epochs)
+    steps = np.diff(marks)
+    assert (steps > 0).all()
+    if every is None:
+        assert (steps <= np.maximum(1, 0.02 * np.asarray(marks[:-1]))).all()
+        assert marks[:51] == list(range(min(epochs, 50) + 1))
+    else:
+        assert (steps <= every).all()
+
+
+def test_training_in_pieces_is_training_at_once():
+    model = linearize(lambda theta, x: jnp.tanh(x @ theta), jnp.ones((3, 1)))
+    x, y = np.random.default_rng(0).normal(size=(2, 5, 3))
+    seen, how = {}, {"ridge": 0.1, "rate": 0.2, "epochs": 7, "progress": False}
+    args = (model, jnp.asarray(x), jnp.asarray(y[:, :1]))
+    got = train(*args, marks=[0, 1, 2, 5, 7], on_record=seen.__setitem__, **how)
+    theta = np.ones((3, 1))
+    for epoch in range(8):
+        if epoch in seen:
+            np.testing.assert_allclose(seen[epoch], theta, rtol=1e-12)
+        f = np.tanh(x @ theta)
+        gradient = x.T @ ((f - y[:, :1]) * (1 - f**2)) / 5 + 0.1 * (theta - 1)
+        theta, last = theta - 0.2 * gradient, theta
+    assert sorted(seen) == [0, 1, 2, 5, 7]
+    np.testing.assert_allclose(got, last, rtol=1e-12)
 
 
 @pytest.mark.thorough
@@ -206,6 +272,83 @@ def made_up_fig1(slowness):
                         "versions": {"jax": "1"}},
         "pieces": {k: {"seconds": 1.0, "device": "d", "values": v} for k, v in pieces.items()},
     }  # fmt: skip
+
+
+@pytest.mark.thorough
+def test_fig1_has_bars_over_seeds(tmp_path):
+    few = {"seeds": (1,), "cold": False, "released_repeats": 0, "repeats": 1}
+    assert go("fig1", tmp_path, scale="paper", overrides=few)
+    results = read_results(tmp_path, "fig1")
+    whole, other = (results["pieces"][f"{p}fcnn/50"]["values"] for p in ("", "seed/1/"))
+    apart = other["distance"]["published"]["published"]
+    assert set(apart) == {PARAMETER, PAPER, ONE_STEP, ITERATED, RANDOM}
+    assert apart[ONE_STEP] != whole["distance"]["published"]["published"][ONE_STEP]
+    config = configure("fig1", "paper", OVERRIDES["fig1"] | few)
+    run = Run(ResultsFolder(tmp_path), "fig1", "paper", config, 1)
+    alone = LinearisedCase(ROW, config, Context(run, 1, False, load=load)).compare(50)
+    assert apart == pytest.approx(
+        {name: alone["distance"]["published"]["published"][name] for name in apart}, rel=1e-6
+    )
+    check_bars(results, "fcnn", lambda v: v["distance"]["published"]["published"][ONE_STEP])
+
+
+def check_bars(results, prefix, pick):
+    xs, ys = series(results, prefix, pick)
+    below, above = bars(results, prefix, pick)
+    for percent, y, low, high in zip(xs, ys, below, above, strict=True):
+        found = [
+            pick(results["pieces"][f"{seed}{prefix}/{percent}"]["values"])
+            for seed in ("", "seed/1/")
+        ]
+        assert (y - low, y + high) == pytest.approx((min(found), max(found)))
+        assert low + high > 0
+
+
+@pytest.mark.slow
+def test_fig3_and_fig4_have_bars_over_seeds(tmp_path):
+    assert go("fig3", tmp_path, overrides={"seeds": (1,)})
+    found = read_results(tmp_path, "fig3")
+    check_bars(found, "ridge/0.01", lambda v: v["distance"][ONE_STEP])
+    assert go("fig4", tmp_path, overrides={"seeds": (1,)})
+    pieces = read_results(tmp_path, "fig4")["pieces"]
+    same, other = (pieces[f"{p}fcnn/exact"]["values"] for p in ("", "seed/1/"))
+    assert same["queries"] != other["queries"]
+
+
+def test_a_figure_without_further_seeds_has_no_bars(everything_fig3):
+    assert bars(everything_fig3, "ridge/0.01", lambda v: v["distance"][ONE_STEP]) is None
+    piece = copy.deepcopy(everything_fig3["pieces"]["ridge/0.01/10"])
+    piece["values"]["distance"][ONE_STEP] = 5e-3
+    more = {"config": everything_fig3["config"] | {"seeds": [4]},
+            "pieces": everything_fig3["pieces"] | {"seed/4/ridge/0.01/10": piece}}  # fmt: skip
+    spread = bars(more, "ridge/0.01", lambda v: v["distance"][ONE_STEP])
+    assert np.ravel(spread) == pytest.approx([0, 0, 4e-3, 0])
+
+
+@pytest.mark.parametrize(
+    ("small", "large", "want"),
+    [
+        ([0, 9e-9, 2e-6, 3e-5], [0, 9.1e-9, 2.01e-6, 1e-5], "holds"),  # rounding, then a tie
+        ([0, 9e-9, 2e-6, 3e-5], [0, 9e-9, 3e-6, 1e-5], "does not hold"),  # not at epoch 2
+        ([0, 9e-9, 2e-6, 3e-5], [0, 9e-9, 1e-6, 3e-5], "does not hold"),  # a tie at the end
+    ],
+)
+def test_throughout_means_at_every_epoch_that_depends_on_lambda(small, large, want):
+    names = ("distance", "rmse", "accuracy_network", "accuracy_linear", "gradient_network")
+    pieces = {
+        f"ridge/{ridge:g}": {
+            "values": {"epoch": [0, 1, 2, 3], "gradient_linear": line} | dict.fromkeys(names, line)
+        }
+        for ridge, line in ((1e-4, small), (1e-1, large))
+    }
+    results = {"config": {"ridges": [1e-1, 1e-4], "epochs": 3}, "pieces": pieces}
+    found = next(c for c in CLAIMS["fig2"](results) if c.label == "4.3 parameters")
+    assert found.verdict == want
+
+
+def test_negative_seeds_are_refused():
+    with pytest.raises(ValueError, match="seeds must not be negative"):
+        configure("fig3", "smoke", {"seeds": (1, -1)})
 
 
 @pytest.mark.parametrize(("slowness", "want"), [(60.0, "holds"), (40.0, "does not hold")])
@@ -317,11 +460,11 @@ def test_an_interrupted_run_continues_where_it_stopped(tmp_path, monkeypatch):
         go("fig2", tmp_path)
     assert not (tmp_path / "fig2.json").exists()
     assert go("fig2", tmp_path, resume=True)
-    assert calls == [1e-1, 1e-2, 1e-2, 1e-1, 1e-1]
+    assert calls == [1e-1, 1e-2, 1e-2]
     assert go("fig2", tmp_path, resume=True)
-    assert len(calls) == 5
+    assert len(calls) == 3
     assert go("fig2", tmp_path, resume=True, seed=1)  # other settings: nothing is reused
-    assert len(calls) == 9
+    assert len(calls) == 5
 
 
 def test_a_budget_stops_between_pieces_and_says_so(tmp_path):

@@ -146,6 +146,15 @@ def reproduce(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Timed calls of every method after its first.")
     ] = None,
+    released_repeats: Annotated[
+        int | None, typer.Option(min=0, help="Timed calls of the methods as released; 0: none.")
+    ] = None,
+    seeds: Annotated[
+        str | None, typer.Option(help="Further seeds for fig1 to fig4, e.g. 1,2,3.")
+    ] = None,
+    cold: Annotated[
+        bool | None, typer.Option("--cold/--no-cold", help="First calls of fig1 in new processes.")
+    ] = None,
     matmul_precision: Annotated[
         str | None, typer.Option(help="Precision of matrix products, e.g. highest.")
     ] = None,
@@ -165,6 +174,9 @@ def reproduce(
         "epochs": epochs,
         "per_class": per_class,
         "repeats": repeats,
+        "released_repeats": released_repeats,
+        "cold": cold,
+        "seeds": None if seeds is None else _whole_numbers(seeds),
         "matmul_precision": matmul_precision,
     }
     finished = experiments.reproduce(

@@ -6,7 +6,7 @@ stationary point.
 """
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -127,7 +127,7 @@ class PaperCG(AbstractPaperForm):
             # To the host, or the whole of K would follow the solution onto the mesh.
             found = jax.device_get(found)
         delta = _at_all_rows(state, found.x, keep, gone)
-        return _after_cg(found, delta, products=8, rtol=self.rtol)
+        return after_cg(found, delta, products=8, rtol=self.rtol)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class PaperFull(AbstractPaperForm):
         mass = _retained_mass(before, keep, state.alpha.dtype)
         rtol = jnp.asarray(self.rtol, state.alpha.dtype)
         found = _full_cg(op, before, after, state, mass, rtol, self.max_steps)
-        return _after_cg(found, found.x, products=6, rtol=self.rtol)
+        return after_cg(found, found.x, products=6, rtol=self.rtol)
 
 
 def split_removal(before: Problem, after: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -212,7 +212,7 @@ def _retained_factor(after: Problem, state: State, keep: Array) -> AbstractFacto
     return after.loss.hess_factor(f[keep], after.targets[keep], after.weights[keep])
 
 
-class _CGSolution(NamedTuple):
+class CGSolution(NamedTuple):
     """`x`, whether its recurrence got there, its iterations and the residual computed from `x`."""
 
     x: Array
@@ -221,7 +221,7 @@ class _CGSolution(NamedTuple):
     residual: Array
 
 
-def _solve_by_cg(
+def _solve_paper_system(
     op: AbstractKernelOperator | RetainedRows,
     factor: AbstractFactor,
     mass: Float[Array, ""],
@@ -229,16 +229,26 @@ def _solve_by_cg(
     rhs: Array,
     rtol: Float[Array, ""],
     max_steps: int,
-) -> _CGSolution:
-    """Conjugate gradients on `mass·(KWK + λK)`, and the residual of what they return."""
+) -> CGSolution:
+    """Conjugate gradients on `mass·(KWK + λK)`."""
 
     def mv(v: Array) -> tuple[Array, Array]:
         k_v = op.mv(v)
         return mass * (op.mv(factor.hess_mv(k_v)) + ridge * k_v), k_v
 
+    return solve_by_cg(mv, rhs, rtol, max_steps)
+
+
+def solve_by_cg(
+    mv: Callable[[Array], tuple[Array, Array]],
+    rhs: Array,
+    rtol: Float[Array, ""],
+    max_steps: int,
+) -> CGSolution:
+    """Conjugate gradients, and the residual of what they return."""
     found = conjugate_gradients(mv, rhs, rtol=rtol, max_steps=max_steps)
     residual = _relative(rhs - mv(found.x)[0], rhs)
-    return _CGSolution(found.x, found.converged & ~found.indefinite, found.iterations, residual)
+    return CGSolution(found.x, found.converged & ~found.indefinite, found.iterations, residual)
 
 
 @filter_jit
@@ -252,9 +262,9 @@ def _reduced_cg(
     *,
     rtol: Float[Array, ""],
     max_steps: int,
-) -> _CGSolution:
+) -> CGSolution:
     factor = _retained_factor(after, state, keep)
-    return _solve_by_cg(K_rr, factor, mass, after.ridge, rhs, rtol, max_steps)
+    return _solve_paper_system(K_rr, factor, mass, after.ridge, rhs, rtol, max_steps)
 
 
 @filter_jit
@@ -266,9 +276,9 @@ def _full_cg(
     mass: Float[Array, ""],
     rtol: Float[Array, ""],
     max_steps: int,
-) -> _CGSolution:
+) -> CGSolution:
     rhs = _forget_gradient(op, before, after, state)
-    return _solve_by_cg(op, after.factor(state), mass, after.ridge, rhs, rtol, max_steps)
+    return _solve_paper_system(op, after.factor(state), mass, after.ridge, rhs, rtol, max_steps)
 
 
 @filter_jit
@@ -301,8 +311,8 @@ def _at_all_rows(
     return jnp.zeros_like(state.alpha).at[keep].set(delta_r).at[gone].set(-state.alpha[gone])
 
 
-def _after_cg(
-    found: _CGSolution, delta: Float[Array, "n c"], *, products: int, rtol: float
+def after_cg(
+    found: CGSolution, delta: Float[Array, "n c"], *, products: int, rtol: float
 ) -> FormSolution:
     residual = float(found.residual)
     converged = bool(found.reached) and residual <= RESIDUAL_SLACK * rtol

@@ -15,10 +15,11 @@ from ..compare._names import (
     RANDOM,
     RELEASED,
     RETRAINED,
+    SHARDED,
     TANGENT,
 )
 from . import _published as published
-from ._read import ROW_TITLES, r_squared, series, values
+from ._read import ROW_TITLES, bars, over_seeds, r_squared, series, values
 
 matplotlib.use("Agg")
 from matplotlib.axes import Axes
@@ -50,6 +51,9 @@ def caption(results: dict[str, Any]) -> str:
     if results["experiment"] == "fig1":
         places = env["num_devices"]
         parts.append(f"sharded: mesh of {places} device{'s' if places > 1 else ''}")
+    if results["experiment"] != "fig2" and (seeds := results["config"].get("seeds")):
+        words = "lowest R² in brackets" if results["experiment"] == "fig4" else "bars: range"
+        parts.append(f"{words} over {len(seeds) + 1} seeds")
     if results["scale"] == "smoke":
         parts.insert(0, "SMOKE SCALE: smaller networks, fewer points and epochs than published")
     if not results["complete"]:
@@ -89,6 +93,17 @@ def draw_line(axis: Axes, name: str, xs: list[int], ys: list[float], **more: Any
         axis.plot(xs, ys, **{"linewidth": 1.5, "markersize": 6} | STYLES[name] | more)
 
 
+def draw_series(
+    axis: Axes, name: str, results: dict[str, Any], prefix: str, pick: Any, **more: Any
+) -> None:
+    """A line over percentages, with bars for the range over seeds where there are several."""
+    xs, ys = series(results, prefix, pick)
+    draw_line(axis, name, xs, ys, **more)
+    if (spread := bars(results, prefix, pick)) is not None:
+        colour = STYLES[name]["color"]
+        axis.errorbar(xs, ys, spread, linestyle="none", capsize=2, color=colour, linewidth=1)
+
+
 def _stars(axis: Axes, points: Any, percentages: list[int]) -> None:
     if points is not None:
         found = {p: v for p, v in published.at_percentages(points).items() if p in percentages}
@@ -117,10 +132,16 @@ def draw_fig1(results: dict[str, Any]) -> Figure:
                 if base == "exact" and name == RANDOM:
                     continue
                 pick = lambda v, n=name, b=base: v["distance"][b][b].get(n)  # noqa: E731
-                draw_line(distance, name, *series(results, row, pick), **look)
+                if base == "published" and name != SHARDED:
+                    draw_series(distance, name, results, row, pick, **look)
+                else:
+                    draw_line(distance, name, *series(results, row, pick), **look)
         for name in (RETRAINED, *COMPARED, RANDOM):
             pick = lambda v, n=name: v["accuracy"]["published"][n]["forgotten"]  # noqa: E731
-            draw_line(accuracy, name, *series(results, row, pick))
+            if name == SHARDED:
+                draw_line(accuracy, name, *series(results, row, pick))
+            else:
+                draw_series(accuracy, name, results, row, pick)
         if results["scale"] == "paper":
             for axis, key in ((cold, "cold dual"), (warm, "warm dual"), (distance, "distance dual"),
                               (accuracy, "forget accuracy")):  # fmt: skip
@@ -163,11 +184,13 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
         epochs = found["epoch"]
         if ridge == max(results["config"]["ridges"]):
             _seeds(results, distance, accuracy, epochs[-1], colour)
-        distance.plot(epochs[1:], found["distance"][1:], color=colour)
-        rmse.plot(epochs[1:], found["rmse"][1:], color=colour)
+        # The first step is the same for both models: what they differ by after it is rounding.
+        first = next((i for i, epoch in enumerate(epochs) if epoch > 1), len(epochs))
+        distance.plot(epochs[first:], found["distance"][first:], color=colour)
+        rmse.plot(epochs[first:], found["rmse"][first:], color=colour)
         for axis, key in ((accuracy, "accuracy"), (gradient, "gradient")):
-            axis.plot(epochs, found[f"{key}_network"], color=colour)
-            axis.plot(epochs, found[f"{key}_linear"], color=colour, linestyle="--")
+            for model, line in (("network", "-"), ("linear", "--")):
+                axis.plot(epochs[1:], found[f"{key}_{model}"][1:], color=colour, linestyle=line)
         if results["scale"] == "paper":
             for axis, key in ((distance, "distance"), (accuracy, "accuracy")):
                 if ridge in published.FIG2[key]:
@@ -178,7 +201,7 @@ def draw_fig2(results: dict[str, Any]) -> Figure:
     accuracy.set(title="test accuracy", ylabel="accuracy")
     gradient.set(title="gradient norm", ylabel="‖∇L‖", yscale="log")
     for axis in axes[0]:
-        axis.set_xlabel("epochs")
+        axis.set(xlabel="epochs", xscale="log")
     handles += [
         Line2D([], [], color="#444444", label="network"),
         Line2D([], [], color="#444444", linestyle="--", label="linearisation"),
@@ -213,12 +236,11 @@ def draw_fig3(results: dict[str, Any]) -> Figure:
     for (distance, accuracy), ridge in zip(axes, ridges, strict=True):
         prefix = f"ridge/{ridge:g}"
         for name in names:
-            draw_line(
-                distance, name, *series(results, prefix, lambda v, n=name: v["distance"].get(n))
-            )
+            pick = lambda v, n=name: v["distance"].get(n)  # noqa: E731
+            draw_series(distance, name, results, prefix, pick)
         for name in (RETRAINED, *names):
             pick = lambda v, n=name: v["accuracy"][n]["forgotten"]  # noqa: E731
-            draw_line(accuracy, name, *series(results, prefix, pick))
+            draw_series(accuracy, name, results, prefix, pick)
         if results["scale"] == "paper":
             _stars(distance, published.FIG3.get(ridge), percentages)
         distance.set(
@@ -255,19 +277,28 @@ def draw_fig4(results: dict[str, Any]) -> Figure:
             pair[1].set(title=f"{name}, trained {words}:\nchange of loss")
             if found is None:
                 continue
+            key_of = f"{row}/{training}"
             outputs = {"paper's dual form / ours, one step": (ONE_STEP, COLOURS[ONE_STEP], "s"),
                        "ours, iterated": (ITERATED, COLOURS[ITERATED], "v")}  # fmt: skip
             for label, (method, colour, marker) in outputs.items():
                 got = np.ravel(found["estimates"][method]["outputs"])
+                label += _lowest(results, key_of, "actual_outputs", method, "outputs")
                 _scatter(pair[0], np.ravel(found["actual_outputs"]), got, colour, marker, label)
             for key, (label, colour, marker) in LOSS_VARIANTS.items():
                 got = np.ravel(found["estimates"][ONE_STEP][key])
+                label += _lowest(results, key_of, "actual_loss", ONE_STEP, key)
                 _scatter(pair[1], np.ravel(found["actual_loss"]), got, colour, marker, label)
             for axis in pair:
                 _diagonal(axis)
                 axis.set(xlabel="actual change", ylabel="estimated change")
                 axis.legend(loc="upper left", fontsize=7, framealpha=0.9, handletextpad=0.2)
     return figure
+
+
+def _lowest(results: dict[str, Any], key: str, actual: str, method: str, what: str) -> str:
+    """The lowest R² over seeds in brackets, if there are several."""
+    found = over_seeds(results, key, lambda v: r_squared(v[actual], v["estimates"][method][what]))
+    return f" [{min(found):.5f}]" if len(found) > 1 else ""
 
 
 def _scatter(

@@ -28,6 +28,27 @@ def series(
     return xs, ys
 
 
+def over_seeds(
+    results: dict[str, Any], key: str, pick: Callable[[dict[str, Any]], Any]
+) -> list[Any]:
+    """The result of `pick` at a piece, and at the same piece of every further seed."""
+    keys = [key, *(f"seed/{seed}/{key}" for seed in results["config"].get("seeds", ()))]
+    found = [values(results, each) for each in keys]
+    return [pick(each) for each in found if each is not None]
+
+
+def bars(
+    results: dict[str, Any], prefix: str, pick: Callable[[dict[str, Any]], Any]
+) -> list[list[float]] | None:
+    """How far the values of other seeds lie below and above those of `series`, at most."""
+    xs, ys = series(results, prefix, pick)
+    if not results["config"].get("seeds") or not xs:
+        return None
+    all_of = [over_seeds(results, f"{prefix}/{percent}", pick) for percent in xs]
+    pairs = list(zip(ys, all_of, strict=True))
+    return [[y - min(found) for y, found in pairs], [max(found) - y for y, found in pairs]]
+
+
 def r_squared(actual: Any, estimated: Any) -> float:
     """R² of the diagonal: `1 − Σ(actual − estimated)² / Σ(actual − mean)²`."""
     a, e = np.ravel(actual).astype(float), np.ravel(estimated).astype(float)

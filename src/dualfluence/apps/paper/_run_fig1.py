@@ -1,6 +1,7 @@
 """Fig. 1: unlearning from linearised networks; runtime, distance, accuracy."""
 
 import tempfile
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,11 @@ from ... import metrics
 from ...fitted._descent import Descent
 from ...fitted._fitted import Fitted
 from ...fitted._from_trained import from_trained
+from ...fitted._options import KernelOptions
 from ...kernels._linearized import linearize
 from ...operators import AbstractKernelOperator
 from ..compare._methods import Method, Settings, TrainedCase
-from ..compare._names import PAPER_RELEASED, RANDOM, RELEASED, RETRAINED, SHARDED
+from ..compare._names import COMPARED, PAPER_RELEASED, RANDOM, RELEASED, RETRAINED, SHARDED
 from ..compare._networks import make_network
 from ..compare._timing import time_call
 from . import _cold
@@ -45,6 +47,12 @@ def run(config: Fig1, context: Context) -> None:
             for percent in config.percentages:
                 context.run.piece(f"{row.name}/{percent}/cold", partial(case.cold, percent))
         case.close()
+    for seed in config.seeds:
+        for row in config.rows:
+            other = LinearisedCase(row, config, replace(context, seed=seed))
+            for percent in config.percentages:
+                key = f"seed/{seed}/{row.name}/{percent}"
+                context.run.piece(key, partial(other.distances, percent))
 
 
 class LinearisedCase:
@@ -104,7 +112,7 @@ class LinearisedCase:
             ridge=self.row.training.ridge,
             tangent="initial",
             linearised=True,
-            kernel=self.exact.kernel_op,
+            kernel=KernelOptions(operator=self.exact.kernel_op, refine=False),  # float32 for all
             progress=self.context.progress,
         )
 
@@ -187,11 +195,32 @@ class LinearisedCase:
             "distance": distance,
             "accuracy": accuracy,
             "warm_seconds": warm,
-            "released_precision": RELEASED_PRECISION,
+            "released_precision": RELEASED_PRECISION if self.config.released_repeats else None,
             "retrain_seconds": seconds,
             "retrained_apart": metrics.relative_distance(targets["published"], targets["exact"]),
             "change": metrics.relative_distance(self.trained["exact"][1], targets["exact"]),
             "details": details,
+        }
+
+    def distances(self, percent: int) -> dict[str, Any]:
+        """Distances and accuracies alone, of the model trained as published."""
+        self.context.say(f"{self.row.name}: {percent} % removed, seed {self.context.seed}")
+        gone = self._forget_sets(percent, 1)[0]
+        kept = np.setdiff1d(np.arange(self.points.x.shape[0]), gone)
+        target = moved_by(self.model, self.points.x, self.descend(kept).coordinates)
+        base, params = self.trained["published"]
+        names = [name for name in COMPARED if name != SHARDED]
+        trained = TrainedCase(base, params, self.points.y, self.settings)
+        found = {name: m(gone)[0] for name, m in make_methods(trained, names).items()}
+        found[RANDOM] = self._perturbed(params, target, percent)
+        accuracy = {
+            name: accuracies(self.model, p, self.points, gone, linearised=True)
+            for name, p in (found | {RETRAINED: target}).items()
+        }
+        return {
+            "removed": len(gone),
+            "distance": {"published": _distances(found, {"published": target})},
+            "accuracy": {"published": accuracy},
         }
 
     def _retrain(self, kept: np.ndarray) -> tuple[dict[str, Any], dict[str, float]]:

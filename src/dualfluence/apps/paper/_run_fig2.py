@@ -16,7 +16,13 @@ from ...models._sources import NetworkSource, pull_back
 from ...operators import AbstractKernelOperator
 from ._common import Context
 from ._config import Fig2
-from ._nonlinear import NetworkCase, gradient_norm, precision_check, trained_network
+from ._nonlinear import (
+    NetworkCase,
+    epochs_to_record,
+    gradient_norm,
+    precision_check,
+    trained_network,
+)
 
 
 def run(config: Fig2, context: Context) -> None:
@@ -41,6 +47,16 @@ class Trajectories(NetworkCase):
 
     def follow(self, ridge: float) -> dict[str, Any]:
         """Train both and record the values of fig. 2."""
+        marks = epochs_to_record(self.config.epochs, self.config.record_every)
+        return self._record(ridge, marks, self.config.record_every or 1)
+
+    def end(self, ridge: float) -> dict[str, Any]:
+        """The last epoch."""
+        found = self._record(ridge, [self.config.epochs], self.config.epochs)
+        return {name: values[-1] for name, values in found.items()}
+
+    def _record(self, ridge: float, marks: list[int], every: int) -> dict[str, Any]:
+        """The values at the epochs `marks`; the dual variables are kept after `every` epochs."""
         config, points, model = self.config, self.points, self.model
         self.context.say(f"λ = {ridge:g}: linearisation")
         linear = kernel_gradient_descent(
@@ -52,7 +68,7 @@ class Trajectories(NetworkCase):
             rate=config.rate,
             epochs=config.epochs,
             kernel=self.kernel_op,
-            record_every=config.record_every,
+            record_every=every,
             progress=self.context.progress,
         )
         assert linear.recorded is not None
@@ -79,9 +95,8 @@ class Trajectories(NetworkCase):
             )
 
         self.context.say(f"λ = {ridge:g}: network, {config.epochs} epochs")
-        trained_network(config, self.context, model, points, ridge, record)
+        if marks == [config.epochs]:
+            record(config.epochs, trained_network(config, self.context, model, points, ridge))
+        else:
+            trained_network(config, self.context, model, points, ridge, record)
         return {name: [row[name] for row in rows] for name in rows[0]}
-
-    def end(self, ridge: float) -> dict[str, Any]:
-        """The last epoch."""
-        return {name: values[-1] for name, values in self.follow(ridge).items()}

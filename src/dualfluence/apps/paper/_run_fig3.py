@@ -1,5 +1,6 @@
 """Fig. 3: unlearning from the nonlinear network of fig. 2."""
 
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,13 @@ from ..compare._names import COMPARED, ITERATED, RANDOM, RETRAINED, TANGENT
 from ._common import Context, accuracies, forget_sets
 from ._config import Fig3
 from ._methods import make_methods
-from ._nonlinear import NetworkCase, precision_check, train, trained_network
+from ._nonlinear import (
+    NetworkCase,
+    epochs_to_record,
+    precision_check,
+    train,
+    trained_network,
+)
 
 
 def run(config: Fig3, context: Context) -> None:
@@ -32,6 +39,12 @@ def run(config: Fig3, context: Context) -> None:
         for ridge, case in cases.items():
             key = f"ridge/{ridge:g}/{percent}"
             context.run.piece(key, lambda c=case, p=percent: c.compare(p))
+    for seed in config.seeds:
+        for ridge in config.ridges:
+            other = NonlinearCase(config, replace(context, seed=seed), ridge)
+            for percent in config.percentages:
+                key = f"seed/{seed}/ridge/{ridge:g}/{percent}"
+                context.run.piece(key, lambda c=other, p=percent: c.compare(p))
 
 
 class NonlinearCase(NetworkCase):
@@ -93,7 +106,7 @@ class NonlinearCase(NetworkCase):
             ridge=self.ridge,
             rate=config.rate,
             epochs=config.epochs,
-            record_every=config.record_every,
+            marks=epochs_to_record(config.epochs, config.record_every),
             progress=self.context.progress,
         )
         found: dict[str, Any] = {}

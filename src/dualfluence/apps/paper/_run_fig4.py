@@ -25,10 +25,14 @@ from ._remove import remove
 
 def run(config: Fig4, context: Context) -> None:
     """One piece per network and way of training."""
-    for row in config.rows:
-        case = InfiniteCase(row, config, context)
-        context.run.piece(f"{row.name}/published", lambda c=case: c.compare("published"))
-        context.run.piece(f"{row.name}/exact", lambda c=case: c.compare("exact"))
+    for seed in (None, *config.seeds):
+        here = context if seed is None else replace(context, seed=seed)
+        prefix = "" if seed is None else f"seed/{seed}/"
+        for row in config.rows:
+            case = InfiniteCase(row, config, here)
+            for training in ("published", "exact"):
+                key = f"{prefix}{row.name}/{training}"
+                context.run.piece(key, lambda c=case, t=training: c.compare(t))
 
 
 class InfiniteCase:
