@@ -69,8 +69,10 @@ def test_closed_form_is_one_newton_step_per_point(name, form, weighted):
     assert cases.relative(got.values, want) < ROUNDING
 
 
-@pytest.mark.parametrize("form", ["dense", "kronecker"])
-@pytest.mark.parametrize("name", problems.LOSS_NAMES)
+WEIGHED = list(itertools.product(problems.LOSS_NAMES, ["dense", "kronecker"]))
+
+
+@pytest.mark.parametrize(("name", "form"), gates.table(WEIGHED, WEIGHED[::2]))
 def test_a_few_distinct_weights_each_get_a_factor(name, form):
     fitted, xq, yq = _fit(name, form, False)
     fitted = fitted.edit(dfl.Reweight([1, 4], [2.0, 0.5]), until=1e-12).commit()
@@ -114,8 +116,10 @@ def test_refined_effects_are_retraining_and_their_bounds_hold(form):
     np.testing.assert_allclose(got.values, np.stack(want, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize("form", ["dense", "kronecker", "low rank"])
-@pytest.mark.parametrize("name", problems.LOSS_NAMES)
+DESIGNED = list(itertools.product(problems.LOSS_NAMES, ["dense", "kronecker", "low rank"]))
+
+
+@pytest.mark.parametrize(("name", "form"), gates.table(DESIGNED, DESIGNED[::4]))
 def test_first_order_effect_is_the_equation_of_the_design(name, form):
     fitted, xq, yq = _fit(name, form, True)
     got = fitted.attribute(xq, yq, first_order=True, progress=False).values

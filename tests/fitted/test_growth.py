@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import dualfluence as dfl
-import gates
 from dualfluence.dual import _newton
 from dualfluence.operators._base import MAX_SPARE, MIN_SPARE, rows_for
 
@@ -60,7 +59,8 @@ def scratch(form, folder, x, y, weights):
     return dfl.fit(source, x, y, weights=weights, **{**LOSS, **options})
 
 
-@pytest.mark.parametrize("form", gates.table(FORMS, ["dense"]))
+@pytest.mark.thorough
+@pytest.mark.parametrize("form", FORMS)
 def test_a_stream_of_additions_is_a_fit_of_all_points(form, tmp_path):
     n, added = 20, 3
     x, y = data(n + added)

@@ -56,6 +56,7 @@ def test_fits_of_ordinary_networks_are_never_refused(chunk):
     assert sum(r.well_posed for r in records) >= 0.9 * len(records)
 
 
+@pytest.mark.thorough
 def test_bounds_a_hundred_times_too_small_are_caught():
     first = 5 * random_problems.CHUNK  # softmax, where one step is not yet the optimum
     problems = range(first, first + random_problems.CHUNK)

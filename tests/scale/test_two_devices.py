@@ -44,7 +44,7 @@ def retrained(name, x, y, weights):
     return start(XQ) + kernel(XQ, x) @ alpha, start(x) + kernel(x, x) @ alpha
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=gates.table(MODELS, ["dense", "matrix-free"]))
 def spread(request):
     """A model on two devices, solved until rounding."""
     make, kernel = MODELS[request.param]

@@ -147,6 +147,7 @@ def test_scores_are_those_of_the_library(session, edited):
     assert (np.array(scores["said"]) == f.argmax(axis=1)).all()
 
 
+@pytest.mark.thorough
 def test_scores_are_of_the_optimum_however_far_an_edit_is_from_it(session):
     """One step from elsewhere would give every point what the edit before it left undone."""
     scene = session.scene
