@@ -243,6 +243,26 @@ def directions_of(
     return z / ridge
 
 
+def sequence_products(
+    model: Linearized, data: Any
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """`w_i ∇m_q·∇ℓ_i` of all pairs, and the lengths of the gradients of sequences and of queries."""
+    train = Sequences.of(model, data.x, data.targets, data.loss, 0, jax.random.key(0))
+    queries = Queries(model, data.xq, data.quantity)
+    panel, size = panel_size(train), query_panel(train, queries)
+    tiles, own, other = [], [], []
+    for start in range(0, queries.num, size):
+        left, row = query_rows(queries, start, size), []
+        other.append(jnp.linalg.norm(left, axis=1))
+        for begin in range(0, train.num, panel):
+            right = train_rows(train, begin, panel)
+            row.append(np.asarray(_product(left, right)[:, :, 0]))
+            if start == 0:
+                own.append(jnp.linalg.norm(right[:, 0], axis=1))
+        tiles.append(np.concatenate(row, axis=1))
+    return np.concatenate(tiles), (np.concatenate(own), np.concatenate(other))
+
+
 @filter_jit
 def token_parts(train: Sequences, z: Float[Array, "q p"]) -> Float[Array, "q n t"]:
     """`z_qᵀJᵢᵀgᵢ` token by token: one forward derivative for each pair of query and sequence."""
