@@ -19,21 +19,12 @@ from jaxtyping import Array, Float, PyTree
 from .._support.compile import HIGHEST, PRECISION, filter_jit
 from .._support.memory import tile_budget, total_memory
 from .._support.points import common_dtype, is_tree
+from .._support.sequences import AT_ONCE, panel_of, sequence_bytes, sequences_at_once
 from .._support.types import ApplyFn, Inputs
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._tokens import IGNORED
 from ..problem._quantity import Quantity
-
-ROWS_SHARE = 0.2
-"""Share of the memory for gradients that are held at once. If all fit, every gradient is computed once."""
-
-LOGIT_COPIES = 6
-"""Arrays of the size of a sequence's outputs in one of its backward passes: outputs, probabilities, signs,
-cotangent, and what the compiler keeps between them."""
-
-AT_ONCE = 16
-"""Sequences of one step on an accelerator with enough memory: fewer leave it waiting for small products."""
 
 
 class Flat(eqx.Module):
@@ -129,9 +120,8 @@ class Sequences(eqx.Module):
 
     def at_once(self, rows: int) -> int:
         """Sequences of which the backward passes with `rows` cotangents fit into the work space."""
-        c = self.model.apply_shape(self.x[:1])[1]
-        each = (rows * (LOGIT_COPIES * c + 2 * self.model.num_params)) * 4
-        return max(1, tile_budget(8 * AT_ONCE * each) // each)
+        sizes = rows, self.model.apply_shape(self.x[:1])[1], self.model.num_params
+        return sequences_at_once(*sizes, tile_budget(8 * AT_ONCE * sequence_bytes(*sizes)))
 
 
 class Queries(eqx.Module):
@@ -180,9 +170,8 @@ def token_blocks(
 
 def panel_size(train: Sequences) -> int:
     """Sequences whose gradients are held at once: all, or half of what two panels may take."""
-    each = (train.m + 1) * train.model.num_params * jnp.dtype(train.model.dtype).itemsize
-    most = int(ROWS_SHARE * total_memory()) // each
-    return train.num if most >= train.num else max(1, most // 2)
+    size = jnp.dtype(train.model.dtype).itemsize
+    return panel_of(train.num, train.m + 1, train.model.num_params, size, total_memory())
 
 
 def query_panel(train: Sequences, queries: Queries) -> int:
