@@ -365,7 +365,11 @@ def _mask(model: Linearized) -> PyTree:
 def _result(
     values: np.ndarray, data: _Data, yq: Numbers | None, notes: tuple[str, ...], start: float
 ) -> Attribution:
-    check_finite("attribution", values, hint="Do the parameters hold NaN or inf?")
+    check_finite(
+        "attribution",
+        values,
+        hint="Do parameters hold NaN or inf, or inputs token numbers beyond the vocabulary?",
+    )
     return Attribution(
         values=values,
         of=data.quantity.name,

@@ -34,9 +34,11 @@ def as_sequences(
 ) -> tuple[list[Any], AbstractLoss]:
     """Runs whose networks return rows, and the loss, by default that of what the network returns."""
     if loss is not None and not isinstance(loss, TokenCrossEntropy):
+        check_padding("x", x, y)
         return list(runs), loss
     shape = outputs_shape(runs[0].apply_fn, runs[0].checkpoint(0), x)
     if loss is None and (shape is None or len(shape) != 2):
+        check_padding("x", x, y)
         return list(runs), SoftmaxCrossEntropy()
     if shape is not None and len(shape) == 2:
         for name, inputs, targets in (("y", x, y), ("yq", xq, yq)):

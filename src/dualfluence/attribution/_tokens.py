@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import HIGHEST, PRECISION, filter_jit
 from .._support.memory import tile_budget, total_memory
+from .._support.padding import padding_of
 from .._support.points import common_dtype, is_tree
 from .._support.sequences import AT_ONCE, panel_of, sequence_bytes, sequences_at_once
 from .._support.types import ApplyFn, Inputs
@@ -64,8 +65,12 @@ def check_tokens(name: str, targets: Any, length: int) -> None:
 
 
 def check_padding(name: str, x: Any, targets: Any) -> None:
-    """Raise if targets count where the attention mask of the inputs is zero."""
-    if not isinstance(x, Mapping) or "attention_mask" not in x or "decoder_input_ids" in x:
+    """Raise if targets count where the attention mask of the inputs is zero, or where there should be one."""
+    if not isinstance(x, Mapping) or "decoder_input_ids" in x:
+        return
+    if "attention_mask" not in x:
+        if name != "yq":  # a few queries say too little about what is padding
+            _check_no_padding(name, x.get("input_ids"), np.asarray(targets))
         return
     mask, y = np.asarray(x["attention_mask"]), np.asarray(targets)
     if mask.shape != y.shape or not ((y != IGNORED) & (mask == 0)).any():
@@ -75,6 +80,22 @@ def check_padding(name: str, x: Any, targets: Any) -> None:
         f"{name}: the target of token {t} of sequence {i} is {y[i, t]}, but attention_mask is 0 there: "
         f"padding would count as text. Put {IGNORED} at padding; adapters.tokenised does so."
     )
+
+
+def _check_no_padding(name: str, ids: Any, y: np.ndarray) -> None:
+    """Raise if tokens that count, or those of a text with one label, look like padding."""
+    ids = np.asarray(() if ids is None else ids)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+        return
+    rows = list(ids)
+    if y.shape == ids.shape:  # padding behind the last target changes nothing in a causal network
+        rows = [row[: int(np.flatnonzero(own != IGNORED)[-1]) + 1]
+                for row, own in zip(ids, y, strict=True) if (own != IGNORED).any()]  # fmt: skip
+    if rows and (found := padding_of(rows)):
+        raise ValueError(
+            f"{name}: the inputs have no attention_mask, but {found}, which would count as text. Keep the "
+            "tokenizer's attention_mask among the inputs, or give one of ones if these tokens are text."
+        )
 
 
 class Sequences(eqx.Module):
