@@ -24,7 +24,7 @@ from ._support.memory import (
     total_memory,
 )
 from ._support.options import check_choice, check_count, check_positive, maybe
-from ._support.sequences import NETWORK_SHARE, PRODUCT_SHARE, Cost, Sequences, costs
+from ._support.sequences import NETWORK_SHARE, PRODUCT_SHARE, Cost, Sequences, costs, sizes_of
 from ._support.show import Shown, Table
 from ._support.types import AnyPath
 
@@ -231,7 +231,7 @@ def plan(
         if num_params is None:
             raise ValueError("plan: scores of sequences need num_params, the trained parameters.")
         here = jax.default_backend() if platform is None else platform
-        each = costs(sequences.sizes(n, c, num_params), memory, here)
+        each = costs(sizes_of(sequences, n, c, num_params), memory, here)
         return _plan_of_sequences(sequences, each, devices, memory, stream, compute)
     per_point = c if structure == "dense" else 1
     held = (n + -n % devices) * per_point

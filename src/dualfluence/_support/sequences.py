@@ -66,11 +66,6 @@ class Sequences:
         check_count("Sequences: frozen", self.frozen, least=0)
         maybe(check_positive, "Sequences: flops", self.flops)
 
-    def sizes(self, n: int, words: int, trained: int) -> "Sizes":
-        """Together with what `plan` is told besides."""
-        own = (self.tokens, words, trained, self.frozen, self.probes, self.rank, self.queries)
-        return Sizes(n, *own)
-
 
 class Sizes(NamedTuple):
     """Sizes of a request. Parameters are `trained` or `frozen`, and `n` is the number of sequences."""
@@ -88,6 +83,12 @@ class Sizes(NamedTuple):
     def rows(self) -> int:
         """Backward passes of a sequence: its probes and its own gradient."""
         return self.probes + 1
+
+
+def sizes_of(given: Sequences, n: int, words: int, trained: int) -> Sizes:
+    """Together with what `plan` is told besides."""
+    own = (given.tokens, words, trained, given.frozen, given.probes, given.rank, given.queries)
+    return Sizes(n, *own)
 
 
 class Cost(NamedTuple):

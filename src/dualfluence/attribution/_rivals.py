@@ -73,7 +73,7 @@ class _Scores(Shown):
         arrays, and a network of sequences returns `(n, T, V)`.
         """
         start = time.perf_counter()
-        (scores,), loss = as_sequences([self], x, y, xq, yq, loss)
+        (scores,), loss = as_sequences([self], lambda: self._params(0), x, y, xq, yq, loss)
         models = scores._models()
         first = next(models)
         data = _check(first, x, y, xq, yq, loss, of)
@@ -87,7 +87,7 @@ class _Scores(Shown):
         object.__setattr__(self, "apply_fn", apply_fn)
         object.__setattr__(self, "trainable", trainable)
 
-    def checkpoint(self, k: int) -> PyTree:
+    def _params(self, k: int) -> PyTree:
         """The k-th parameters."""
         raise NotImplementedError
 
@@ -110,7 +110,7 @@ class _Products(_Scores):
     def __post_init__(self) -> None:
         self._unwrap(self.trainable)
 
-    def checkpoint(self, k: int) -> PyTree:
+    def _params(self, k: int) -> PyTree:
         return self.params
 
     def _models(self) -> Iterator[Linearized]:
@@ -185,12 +185,12 @@ class TracIn(_Scores):
             rates if callable(self.checkpoints) else np.broadcast_to(rates, len(self.checkpoints))
         )
 
-    def checkpoint(self, k: int) -> PyTree:
+    def _params(self, k: int) -> PyTree:
         return self.checkpoints(k) if callable(self.checkpoints) else self.checkpoints[k]
 
     def _models(self) -> Iterator[Linearized]:
         for k in range(self._rates().size):
-            yield linearize(self.apply_fn, self.checkpoint(k), trainable=self.trainable)
+            yield linearize(self.apply_fn, self._params(k), trainable=self.trainable)
 
     def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
         rates = self._rates()

@@ -277,7 +277,7 @@ def attribute_runs(
         check_point(method, leverage, tokens, worker, devices)
     if devices is not None:
         check_mesh(folder, method, devices)
-    runs, loss = as_sequences(runs, x, y, xq, yq, loss)
+    runs, loss = as_sequences(runs, lambda: runs[0].checkpoint(0), x, y, xq, yq, loss)
     data = check_data(runs[0], x, y, xq, yq, loss, of)
     use, why = probes_of(probes, data, loss, method, leverage, tokens, devices)
     options = Options(loss, method, use, leverage, combine, rank, devices, tokens, question)
