@@ -34,8 +34,8 @@ from rivals import Trained, rival_scores
 import dualfluence as dfl
 from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
 from dualfluence.attribution._checkpoint import checkpoint_scores
+from dualfluence.attribution._request import check_data
 from dualfluence.attribution._rivals import DAMPINGS, trak_terms
-from dualfluence.attribution._trajectory import _check_data
 
 START = time.perf_counter()
 FULL = {
@@ -160,7 +160,7 @@ class Bench:
     def solve(self, run, epoch, kappa):
         """Scores at one checkpoint, with root mean square one per query."""
         one, loss = self.trajectory(run, (epoch,), kappa), dfl.SoftmaxCrossEntropy()
-        d = _check_data(one, *self.data, loss, "loss")
+        d = check_data(one, *self.data, loss, "loss")
         options = {"loss": loss, "ridge": one.ridge(0), "key": jax.random.key(0)}
         start = time.perf_counter()
         found = checkpoint_scores(one.model(0), d.x, d.targets, d.xq, d.quantity, **options)

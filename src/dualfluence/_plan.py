@@ -24,6 +24,7 @@ from ._support.memory import (
     total_memory,
 )
 from ._support.options import check_choice, check_count, check_positive, maybe
+from ._support.sequences import NETWORK_SHARE, PRODUCT_SHARE, Cost, Sequences, costs, sizes_of
 from ._support.show import Shown, Table
 from ._support.types import AnyPath
 
@@ -67,6 +68,10 @@ PREDICTED_WITHIN = 2.0
 """Factor within which the peaks predicted here and those of compiled programs agree (tested)."""
 
 
+TIMED_WITHIN = 2.0
+"""Factor within which seconds of a scored checkpoint predicted here and measured on a CPU agree (tested)."""
+
+
 class PlanError(ValueError):
     """The arrays would not fit into memory or on the disk. The message says which form would fit."""
 
@@ -101,12 +106,17 @@ class KernelForm:
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """All forms, the one that `fit` chooses, and why; `print` it."""
+    """All forms, the one that `fit` chooses, and why; `print` it.
+
+    For sequences the forms are the methods of `Trajectory`, `"outputs"` and `"projected"`, `K` is the matrix
+    of a checkpoint that is factored, and `products` are backward passes.
+    """
 
     forms: tuple[KernelForm, ...]
     chosen: str
     reason: str
     assumptions: str
+    remedy: str = "More devices (mesh=...) share the rows."
 
     def __getitem__(self, name: str) -> KernelForm:
         return next(form for form in self.forms if form.name == name)
@@ -118,9 +128,9 @@ class Plan(Shown):
             others = [f"{f.name} ({human(f.peak_bytes)})" for f in self.forms if f.fits]
             advice = ", ".join(others) if others else "fewer points or outputs"
             raise PlanError(
-                f"plan: a {name} kernel takes {human(form.bytes_per_device or form.num_bytes)} "
+                f"plan: the form {name!r} takes {human(form.bytes_per_device or form.num_bytes)} "
                 f"per device and {human(form.work_bytes)} of work space, which is more than "
-                f"there is. These fit: {advice}. More devices (mesh=...) share the rows."
+                f"there is. These fit: {advice}. {self.remedy}"
             )
         return form
 
@@ -162,6 +172,7 @@ def plan(
     platform: str | None = None,
     bandwidth: float | None = None,
     products: int = PRODUCTS,
+    sequences: Sequences | None = None,
 ) -> Plan:
     """Bytes, products and time of every form of `K` for `n` points and `c` outputs.
 
@@ -184,6 +195,8 @@ def plan(
       default this one, whose speed is measured in a second.
     - `bandwidth`: bytes per second through `K`, if you know them.
     - `products`: products with `K`.
+    - `sequences`: plan scores of `n` sequences instead of a kernel; `c` is the number of words, `num_params`
+      counts trained parameters.
     """
     n, c, devices, rank, products = (
         check_count(f"plan: {name}", value)
@@ -214,6 +227,12 @@ def plan(
         measure_speed() if platform is None else (BANDWIDTH[platform], COMPUTE[platform])
     )
     stream = bandwidth or stream
+    if sequences is not None:
+        if num_params is None:
+            raise ValueError("plan: scores of sequences need num_params, the trained parameters.")
+        here = jax.default_backend() if platform is None else platform
+        each = costs(sizes_of(sequences, n, c, num_params), memory, here)
+        return _plan_of_sequences(sequences, each, devices, memory, stream, compute)
     per_point = c if structure == "dense" else 1
     held = (n + -n % devices) * per_point
     share = held // devices * held * size
@@ -253,6 +272,47 @@ def plan(
         f"{compute / 1e12:.2g} Tflop/s, assumed {DISK_BANDWIDTH / 1e9:.0f} GB/s from disk; times are "
         f"of the products, not of building K; {human(memory)} per device, of which K may take "
         f"{SHARE:.0%} and everything together {HARD_SHARE:.0%}",
+    )
+
+
+def _plan_of_sequences(
+    given: Sequences,
+    each: dict[str, Cost],
+    devices: int,
+    memory: int,
+    stream: float,
+    compute: float,
+) -> Plan:
+    """The methods of `Trajectory` for sequences, the faster of those that fit taken."""
+    rate = given.flops or NETWORK_SHARE * compute
+    turns = -(-given.checkpoints // devices)
+    forms = []
+    for name, cost in each.items():
+        products = cost.flops / (PRODUCT_SHARE * compute)
+        seconds = turns * (cost.pass_flops / rate + products + cost.moved / stream)
+        fits = cost.system <= SHARE * memory and cost.peak <= HARD_SHARE * memory
+        note = f"{duration(seconds / turns)} a checkpoint"
+        work = cost.peak - cost.system
+        passes = given.checkpoints * cost.passes
+        forms.append(KernelForm(name, cost.system, cost.system, work, fits, passes, seconds, note))
+    fit = sorted((form for form in forms if form.fits), key=lambda form: form.seconds)
+    reason = (
+        "the faster of those that fit",
+        "the only one that fits",
+        "none fits; take a smaller rank or shorter sequences",
+    )
+    used = min(devices, given.checkpoints)
+    source = "given" if given.flops else f"{NETWORK_SHARE:.0%} of a large product"
+    return Plan(
+        tuple(forms),
+        fit[0].name if fit else "none",
+        reason[len(forms) - len(fit)],
+        f"{given.checkpoints} checkpoints on {used} of {devices} devices, {turns} on each\n"
+        f"seconds = operations of passes / {rate:.2g} per second ({source}) + of products / "
+        f"{PRODUCT_SHARE * compute:.2g} + bytes of outputs / {stream:.2g}, without loading and compiling\n"
+        f"{human(memory)} per device, of which the factored matrix may take {SHARE:.0%} and everything "
+        f"together {HARD_SHARE:.0%}",
+        "A smaller rank and fewer probes take less.",
     )
 
 

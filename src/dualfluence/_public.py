@@ -16,6 +16,7 @@ from ._plan import PlanError as PlanError
 from ._plan import plan as plan
 from ._support.compile import NotFinite as NotFinite
 from ._support.files import FileError as FileError
+from ._support.sequences import Sequences as Sequences
 from .adapters._audit import audit as audit
 from .dual._fidelity import Fidelity as Fidelity
 from .dual._fidelity import FidelityWarning as FidelityWarning

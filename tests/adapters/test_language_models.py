@@ -8,7 +8,7 @@ from sequences import IGNORED, brute_force
 
 import cases
 import dualfluence as dfl
-from dualfluence.attribution import RandomProbes, Trajectory
+from dualfluence.attribution import GradDot, RandomProbes, TracIn, Trajectory
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.host, pytest.mark.ordinary]
 
@@ -80,6 +80,99 @@ def test_a_causal_model_in_three_lines(tmp_path):
         *split(other, y), progress=False
     )
     np.testing.assert_allclose(again.values, scores.values, rtol=1e-3, atol=1e-4)
+
+
+def test_data_sets_tokenizers_and_loaders_give_the_same_arrays_and_longer_padding_the_same_scores(
+    tmp_path,
+):
+    datasets = pytest.importorskip("datasets")
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    texts = [
+        " ".join(f"w{k}" for k in text[:size]) for text, size in zip(TEXTS, LENGTHS, strict=True)
+    ]
+    words = {"[PAD]": 0, "[UNK]": 1} | {f"w{k}": k for k in range(3, V)}
+    plain = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="[PAD]", unk_token="[UNK]"
+    )
+    data = datasets.Dataset.from_dict({"text": texts})
+    data = data.map(lambda rows: tokenizer(rows["text"]), batched=True)
+    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    batches = torch.utils.data.DataLoader(data.remove_columns("text"), 2, collate_fn=collate)
+    want = dfl.adapters.tokenised(rows(), causal=True)
+    forms = (
+        data,
+        data.with_format("torch", columns=["input_ids", "attention_mask"]),
+        tokenizer(texts, padding=True, return_tensors="pt"),
+        batches,
+    )
+    for given in forms:
+        x, y = dfl.adapters.tokenised(given, causal=True)
+        np.testing.assert_array_equal(y, want[1])
+        for name in ("input_ids", "attention_mask"):
+            np.testing.assert_array_equal(x[name], want[0][name])
+    adapted = dfl.adapters.from_torch(longer(tmp_path))
+    run = Trajectory(adapted, [adapted.params], [10], 1e-2)
+    scores, other = (
+        run.attribute(
+            *split(*dfl.adapters.tokenised(data, causal=True, length=size)), progress=False
+        ).values
+        for size in (T, T + 4)
+    )
+    assert cases.relative(other, scores) < 1e-5
+    x, y, xq, yq = split(*want)
+    x = x | {"input_ids": x["input_ids"] + V}
+    with pytest.raises(
+        ValueError, match=r"outputs for point 0 of x are not finite.*beyond the vocab"
+    ):
+        run.attribute(x, y, xq, yq, progress=False)
+
+
+def longer(tmp_path):
+    """A model of another family, which adds a vector for each place."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=V,
+        n_positions=T + 4,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return loaded(tmp_path, GPT2LMHeadModel(config), "AutoModelForCausalLM")
+
+
+def test_gradient_products_take_what_trajectories_take(tmp_path):
+    adapted = dfl.adapters.from_torch(causal(tmp_path))
+    x, y, xq, yq = split(*dfl.adapters.tokenised(rows(), causal=True))
+    leaves, tree = jax.tree.flatten(adapted.params["params"])
+
+    def gradient(x, y):
+        def loss(leaves):
+            params = adapted.params | {"params": jax.tree.unflatten(tree, leaves)}
+            logs = jax.nn.log_softmax(adapted.apply_fn(params, jax.tree.map(jnp.asarray, x)))
+            own = jnp.take_along_axis(logs, jnp.maximum(y, 0)[:, :, None], axis=2)[:, :, 0]
+            return -jnp.sum(own * (y != IGNORED)) / jnp.sum(y != IGNORED)
+
+        return np.concatenate([np.ravel(g) for g in jax.grad(loss)(leaves)])
+
+    def each(x, y):
+        parts = ({k: a[i : i + 1] for k, a in x.items()} for i in range(len(y)))
+        return np.stack([gradient(part, y[i : i + 1]) for i, part in enumerate(parts)])
+
+    want = each(xq, yq) @ each(x, y).T / N
+    got = GradDot(adapted, adapted.params).attribute(x, y, xq, yq).values
+    assert cases.relative(got, want) < 1e-4
+    twice = TracIn(adapted, [adapted.params] * 2, 0.5).attribute(x, y, xq, yq).values
+    np.testing.assert_allclose(twice, got, rtol=1e-5, atol=1e-7)
 
 
 def test_scores_of_a_causal_model_are_brute_force(tmp_path):

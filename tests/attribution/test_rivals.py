@@ -5,10 +5,19 @@ import jax.flatten_util
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import token_nets as nets
 
 import cases
 import dualfluence as dfl
-from dualfluence.attribution import TRAK, GradCos, GradDot, TracIn, evaluate, gradient_dot
+from dualfluence.attribution import (
+    TRAK,
+    GradCos,
+    GradDot,
+    TracIn,
+    _tokens,
+    evaluate,
+    gradient_dot,
+)
 
 N, Q, C, D = 8, 3, 3, 4
 
@@ -128,12 +137,69 @@ def test_other_quantities_keep_their_direction():
     assert (ratio < 0).all()
 
 
+def test_points_may_be_a_tree_of_arrays():
+    """A dict of a table and a scale per point, as Hugging Face has tokens and masks."""
+    (x, y, xq, yq), models = _case()
+    tree = lambda a: {"table": a[:, :2], "rest": (a[:, 2:], np.ones(len(a), np.int32))}  # noqa: E731
+
+    def network(p, points):
+        table, (rest, factor) = points["table"], points["rest"]
+        return cases.mlp(p, jnp.concatenate([table, rest], axis=1)) * factor[:, None]
+
+    for make in (
+        lambda fn: GradDot(fn, models[0]),
+        lambda fn: GradCos(fn, models[0]),
+        lambda fn: TracIn(fn, models, (0.1, 0.02)),
+        lambda fn: TRAK(fn, models, damping=0.1),
+        lambda fn: TRAK(fn, models, projection=30),
+    ):
+        want = make(cases.mlp).attribute(x, y, xq, yq).values
+        got = make(network).attribute(tree(x), y, tree(xq), yq)
+        np.testing.assert_allclose(got.values, want, rtol=1e-9, atol=1e-12)
+        assert got.x is None
+    with pytest.raises(ValueError, match="expected a tree of arrays like the training features"):
+        GradDot(network, models[0]).attribute(tree(x), y, xq, yq)
+
+
+@pytest.mark.parametrize("blocks", [pytest.param(False, marks=pytest.mark.thorough), True])
+def test_gradient_products_of_sequences_are_brute_force(monkeypatch, blocks):
+    if blocks:
+        monkeypatch.setattr(_tokens, "panel_size", lambda train: 4)
+        monkeypatch.setattr(_tokens, "query_panel", lambda train, queries: 1)
+        monkeypatch.setattr(_tokens.Sequences, "at_once", lambda self, rows: 3)
+    data, models = nets.data(), [nets.params(k) for k in range(2)]
+    x, y, xq, yq = data
+
+    def rows(p, x, y):
+        return np.einsum(
+            "nap,na->np", nets.jacobian(p, x), nets.gradients(p, x, y).reshape(len(x), -1)
+        )
+
+    a, b = rows(models[0], xq, yq), rows(models[0], x, y)
+    dot = GradDot(nets.net, models[0]).attribute(*data)
+    np.testing.assert_allclose(dot.values, a @ b.T / len(x), rtol=1e-9, atol=1e-12)
+    cosine = GradCos(nets.net, models[0]).attribute(*data).values
+    lengths = np.linalg.norm(a, axis=1)[:, None] * np.linalg.norm(b, axis=1)
+    np.testing.assert_allclose(cosine, a @ b.T / lengths, rtol=1e-9, atol=1e-12)
+    want = 0.1 * a @ b.T + 0.02 * rows(models[1], xq, yq) @ rows(models[1], x, y).T
+    rates, loaded = (0.1, 0.02), (models, lambda k: models[k])
+    for checkpoints in loaded:
+        got = TracIn(nets.net, checkpoints, rates).attribute(*data, loss=dfl.TokenCrossEntropy())
+        np.testing.assert_allclose(got.values, want / len(x), rtol=1e-9, atol=1e-12)
+    narrow = jax.tree.map(lambda a: a.astype(jnp.float32), models[0])
+    got = GradDot(nets.net, narrow).attribute(*data).values
+    assert cases.relative(got, dot.values) < 1e-5
+    with pytest.raises(ValueError, match="y: targets have 3 tokens per sequence"):
+        GradDot(nets.net, models[0]).attribute(x, y[:, :-1], xq, yq)
+
+
 def test_rivals_refuse_what_they_cannot_score():
     (x, y, xq, yq), (params, _) = _case()
     for make, words in [
         (lambda: TracIn(cases.mlp, []), "at least one checkpoint"),
         (lambda: TracIn(cases.mlp, [params], [0.1, 0.2]), "one number or 1, one per checkpoint"),
         (lambda: TracIn(cases.mlp, [params], -0.1), "must be positive, got -0.1"),
+        (lambda: TracIn(cases.mlp, lambda k: params, 0.1), "must have one number per checkpoint"),
         (lambda: TRAK(cases.mlp, []), "at least one model"),
         (lambda: TRAK(cases.mlp, [params], projection=0), "projection must be at least 1"),
         (lambda: TRAK(cases.mlp, [params], damping=0.0), "damping must be a positive number"),

@@ -16,7 +16,7 @@ from token_nets import N, Q, T, V
 
 import cases
 import dualfluence as dfl
-from dualfluence.attribution import RandomProbes, Trajectory, _token_sketch, _tokens
+from dualfluence.attribution import GradDot, RandomProbes, Trajectory, _token_sketch, _tokens
 
 OPTIONS = {"combine": "mean", "progress": False}
 
@@ -237,6 +237,48 @@ def test_targets_at_padding_are_said():
             run.attribute(
                 tree(x, mask), targets[0], tree(xq, np.zeros_like(xq)), targets[1], progress=False
             )
+
+
+def test_padding_without_a_mask_is_said_where_it_would_count():
+    _, _, xq, yq = nets.data()
+    x = np.array(
+        [[1, 2, 3, 4], [3, 1, 0, 0], [2, 0, 0, 0], [4, 3, 2, 1], [1, 4, 2, 0], [2, 2, 1, 3]]
+    )
+    run = Trajectory(lambda p, batch: nets.net(p, batch["input_ids"]), [nets.params(0)], [10], 0.1)
+    tree = {"input_ids": x}, {"input_ids": xq}
+    counted = np.where(x == 0, 3, x)
+    with pytest.raises(
+        ValueError, match="no attention_mask, but 2 sequences end with token 0 up to"
+    ):
+        run.attribute(tree[0], counted, tree[1], yq, progress=False)
+    ignored = np.where(
+        x == 0, nets.IGNORED, x
+    )  # behind the last target a causal network sees nothing
+    assert run.attribute(tree[0], ignored, tree[1], yq, **OPTIONS).values.shape == (Q, N)
+    pooled = Trajectory(
+        lambda p, b: nets.net(p, b["input_ids"]).mean(1), [nets.params(0)], [10], 0.1
+    )
+    for made in (pooled, GradDot(pooled.apply_fn, nets.params(0))):
+        with pytest.raises(ValueError, match="x: the inputs have no attention_mask"):
+            made.attribute(tree[0], np.zeros(N, int), tree[1], np.zeros(Q, int))
+
+
+def test_token_numbers_beyond_the_vocabulary_and_texts_are_said():
+    x, y, xq, yq = nets.data()
+    wrong = x.copy()
+    wrong[2, 0] = V
+
+    def taken(p, tokens):  # as an embedding of PyTorch becomes in JAX
+        missing = jnp.where(tokens < V, 0.0, jnp.nan)[:, :, None]
+        return nets.net(p, tokens) + missing
+
+    filled = Trajectory(taken, [nets.params(0)], [10], 0.1)
+    with pytest.raises(
+        ValueError, match=r"outputs for point 2 of x are not finite.*beyond the vocab"
+    ):
+        filled.attribute(wrong, y, xq, yq, **OPTIONS)
+    with pytest.raises(TypeError, match=r"x: expected numbers.*texts by a tokenizer"):
+        _run().attribute(["a text", "another"], y[:2], xq, yq, **OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -82,13 +82,15 @@ def the_embedded_digits(at):
     np.testing.assert_array_equal(signs[:, 0], [-1, 1, -1, 1, -1, 1])
 
 
-@row("plan", "PlanError")
+@row("plan", "PlanError", "Sequences")
 def what_a_kernel_costs(at):
     found = dfl.plan(at.n, at.c, at.theta.size, dtype=at.dtype.name, platform="cpu")
     np.testing.assert_equal(found["dense"].num_bytes, (at.n * at.c) ** 2 * at.dtype.itemsize)
     np.testing.assert_equal(found.chosen, "dense")
     wide = dfl.plan(at.n, at.c, structure="kronecker", dtype=at.dtype.name, platform="cpu")
     np.testing.assert_equal(wide["kronecker"].num_bytes, at.n**2 * at.dtype.itemsize)
+    text = dfl.plan(at.n, at.c, at.theta.size, sequences=dfl.Sequences(7, probes=2), platform="cpu")
+    np.testing.assert_equal(text["outputs"].num_bytes, (2 * at.n) ** 2 * 4)
     with raises(dfl.PlanError, "does|more than there is|fits"):
         dfl.plan(10**6, at.c, memory=10**9, disk=0, platform="cpu").require("dense")
     np.testing.assert_equal(

@@ -1,15 +1,18 @@
 """The plan's bytes are the bytes that are used, and what cannot fit is refused with advice."""
 
 import shutil
+import time
 import tracemalloc
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from measured import compiled_peaks
 
 import dualfluence as dfl
-from dualfluence._plan import PREDICTED_WITHIN, plan_command
+from dualfluence._plan import PREDICTED_WITHIN, TIMED_WITHIN, plan_command
+from dualfluence.attribution import RandomProbes, Trajectory
 from dualfluence.operators import DenseOperator, KroneckerOperator, LowRankOperator
 
 GIB = 2**30
@@ -187,3 +190,95 @@ def test_a_store_must_fit_on_the_disk_there_is(tmp_path):
 def test_sizes_that_cannot_be_are_refused(bad):
     with pytest.raises(ValueError, match=r"plan: \w+ must"):
         dfl.plan(**{"n": 10, "platform": "cpu", **bad})
+
+
+def test_the_plan_of_sequences_takes_the_faster_method_that_fits():
+    size = {"platform": "gpu", "memory": 139 * GIB}
+    given = dfl.Sequences(512, 10**9, probes=16, rank=20_480, checkpoints=6, flops=4e14)
+    one, eight = (
+        dfl.plan(100_000, 128_000, 10**7, sequences=given, devices=d, **size) for d in (1, 8)
+    )
+    assert one.chosen == eight.chosen == "projected"
+    assert one["outputs"].num_bytes == (16 * 100_000) ** 2 * 4
+    assert one["projected"].num_bytes == 20_480**2 * 4
+    assert not one["outputs"].fits
+    assert one["projected"].seconds == pytest.approx(6 * eight["projected"].seconds)
+    assert one["projected"].products == 6 * (100_000 * 17 + 100)
+    # On paper: a forward pass and 17 backward ones, whose frozen weights need no gradient.
+    tokens = 100_000 * 512
+    forward, backward = 2 * (10**9 + 10**7), 17 * 2 * (10**9 + 2 * 10**7)
+    assert eight["projected"].seconds > tokens * (forward + backward) / 4e14
+    assert "6 of 8 devices" in str(eight)
+    few = dfl.plan(200, 256, 10**6, sequences=dfl.Sequences(32, probes=4), **size)
+    assert all(form.fits for form in few.forms)
+    assert few.chosen == min(few.forms, key=lambda form: form.seconds).name
+    assert dfl.plan(10**6, 256, 10**9, sequences=given, platform="cpu", memory=GIB).chosen == "none"
+    with pytest.raises(ValueError, match="plan: scores of sequences need num_params"):
+        dfl.plan(10, 256, sequences=given)
+    with pytest.raises(ValueError, match="Sequences: tokens must"):
+        dfl.Sequences(0)
+
+
+def spoken(p, tokens):
+    h = p["words"][tokens]
+    for w in p["hidden"]:
+        h = h + jnp.tanh(h @ w)
+    return h @ p["out"]
+
+
+def talk(n, words, width, length, layers):
+    rng = np.random.default_rng(0)
+    draw = lambda *s: jnp.asarray(rng.normal(size=s) * s[-2] ** -0.5, jnp.float32)  # noqa: E731
+    params = {"words": draw(words, width), "hidden": [draw(width, width) for _ in range(layers)]}
+    params |= {"out": draw(width, words)}
+    run = Trajectory(
+        spoken, [params], [10], 0.1, trainable=lambda path, leaf: path[0].key != "words"
+    )
+    data = [rng.integers(0, words, (size, length)) for size in (n, n, 3, 3)]
+    return run, data, sum(a.size for a in jax.tree.leaves((params["hidden"], params["out"])))
+
+
+def speed():
+    """As `measure_speed`, in seconds of all cores together: other work on the machine does not count."""
+    K = jnp.ones((4096, 4096), jnp.float32)
+    product = jax.jit(lambda K, v: jnp.dot(K, v, precision="highest"))
+    found = []
+    for v, amount in ((K[0], K.nbytes), (K[:, :256], 2 * K.size * 256)):
+        product(K, v).block_until_ready()
+        start = time.process_time()
+        for _ in range(3):
+            product(K, v).block_until_ready()
+        found.append(3 * amount / (time.process_time() - start))
+    return tuple(found)
+
+
+@pytest.mark.host
+@pytest.mark.thorough
+@pytest.mark.parametrize("method", ["outputs", "projected"])
+@pytest.mark.parametrize(
+    ("n", "words", "width", "length", "layers"), [(64, 256, 256, 96, 6), (96, 6000, 64, 24, 2)]
+)
+def test_sequences_take_the_memory_and_the_seconds_of_their_plan(
+    method, n, words, width, length, layers, monkeypatch
+):
+    run, data, trained = talk(n, words, width, length, layers)
+    options = {"method": method, "probes": RandomProbes(4), "rank": 1024, "progress": False}
+    with compiled_peaks() as peaks:
+        run.attribute(*data, **options)
+    monkeypatch.setattr("dualfluence._plan.measure_speed", speed)
+    given = dfl.Sequences(length, probes=4, rank=1024, queries=3)
+    made = dfl.plan(n, words, trained, sequences=given, memory=64 * GIB)[method]
+    held = max(peak for _, peak in peaks)
+    assert held / PREDICTED_WITHIN <= made.peak_bytes <= held * PREDICTED_WITHIN
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        jax.clear_caches()
+        run.attribute(*data, **options)
+        start = time.process_time()
+        run.attribute(*data, **options)
+        spent = time.process_time() - start
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    print(method, n, words, "spent", spent, "planned", made.seconds, "peak", held, made.peak_bytes)
+    assert spent / TIMED_WITHIN <= made.seconds <= spent * TIMED_WITHIN

@@ -343,7 +343,7 @@ def _what_to_try(array: Any) -> str:
             f" (first a {type(first).__name__}). Try np.asarray(values, dtype=float), or "
             ".to_numpy(dtype=float) for a table, after filling what is missing."
         )
-    return ". Encode names as class indices or one-hot rows first."
+    return ". Encode names as class indices or one-hot rows first, texts by a tokenizer (adapters.tokenised)."
 
 
 def _may_overflow(wide: np.dtype, narrow: np.dtype) -> bool:

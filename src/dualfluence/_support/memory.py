@@ -73,9 +73,14 @@ def tile_budget(result_bytes: int) -> int:
     be compiled again.
     """
     stats = _device_stats()
-    if stats is None:
+    free = None if stats is None else stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return tile_room(result_bytes, free)
+
+
+def tile_room(result_bytes: int, free: int | None) -> int:
+    """The same with that many free bytes on an accelerator; `None` for a CPU."""
+    if free is None:
         return TILE_BYTES
-    free = stats["bytes_limit"] - stats.get("bytes_in_use", 0)
     room = min(free // FREE_SHARE, max(LARGE_TILE_BYTES, result_bytes // FREE_SHARE))
     return max(TILE_BYTES, 1 << (max(room, 1).bit_length() - 1))
 

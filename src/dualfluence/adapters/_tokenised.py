@@ -5,6 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from .._support.padding import padding_of
+
 IGNORED = -100
 FILL = {"labels": IGNORED, "attention_mask": 0, "special_tokens_mask": 1}
 """What stands behind the end of a shorter sequence, by column; 0 in others."""
@@ -52,7 +54,11 @@ def tokenised(
         if not len(row["input_ids"]):
             raise ValueError(f"tokenised: sequence {i} has no tokens. Leave it out.")
     if "attention_mask" not in names:
-        _check_unpadded([np.asarray(row["input_ids"]) for row in rows])
+        if found := padding_of([np.asarray(row["input_ids"]) for row in rows]):
+            raise ValueError(
+                f"tokenised: no attention_mask, but {found}, which would count as text. Keep the "
+                "tokenizer's attention_mask, or give one of ones if these tokens are text."
+            )
         rows = [row | {"attention_mask": np.ones(len(row["input_ids"]), int)} for row in rows]
         names.append("attention_mask")
     if labels not in names:
@@ -120,25 +126,6 @@ def _host(value: Any) -> Any:
 
 def _own_labels(row: dict[str, Any]) -> np.ndarray:
     return np.where(np.asarray(row["attention_mask"]) == 1, row["input_ids"], IGNORED)
-
-
-def _check_unpadded(rows: Sequence[np.ndarray]) -> None:
-    """Raise if sequences without a mask seem to be padded: a token repeated at one end, and only there."""
-    for end, side in ((-1, "end"), (0, "begin")):
-        lengths: dict[int, list[int]] = {}
-        for row in rows:
-            token = int(row[end])
-            turned = row[::-1] if end else row
-            lengths.setdefault(token, []).append(int(np.argmax(np.append(turned != token, True))))
-        for token, runs in lengths.items():
-            everywhere = sum(int((row == token).sum()) for row in rows)
-            if max(runs) > 1 and len(rows) > 1 and everywhere == sum(runs):
-                raise ValueError(
-                    f"tokenised: no attention_mask, but {sum(r > 1 for r in runs)} sequences {side} with "
-                    f"token {token} up to {max(runs)} times. The token stands nowhere else, so it looks "
-                    "like padding, which would count as text. Keep the tokenizer's attention_mask, or give "
-                    "one of ones if these tokens are text."
-                )
 
 
 def _check_labels(rows: Sequence[dict[str, Any]], labels: str) -> None:

@@ -15,21 +15,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PyTree
 
-from .._support.checks import as_features, check_finite, check_queries, check_rows
+from .._support.checks import check_finite, check_queries, check_rows
 from .._support.compile import PRECISION, jit
 from .._support.memory import GRADIENT_BYTES
+from .._support.points import Form, enter_points, form_of, shown
 from .._support.show import Shown
 from .._support.types import ApplyFn, Inputs, Numbers, Trainable
 from ..kernels import empirical_kernel
 from ..kernels._linearized import Linearized, linearize
 from ..kernels._params import opened
-from ..losses import AbstractLoss, SoftmaxCrossEntropy
+from ..losses import AbstractLoss, SoftmaxCrossEntropy, TokenCrossEntropy
 from ..models._low_rank import RandomFeatureSource
 from ..models._passes import gradient_norms
 from ..models._sources import NetworkSource
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
-from ._terms import Folded, Local, local_terms
+from ._terms import Folded, local_terms
+from ._token_runs import as_sequences
+from ._tokens import sequence_products
 
 DAMPINGS = (1e-3, 1e-2, 1e-1)
 """Ridges of TRAK that are tried, over the mean diagonal of its kernel."""
@@ -45,10 +48,14 @@ class _Data(NamedTuple):
     xq: Array
     quantity: Quantity
     loss: AbstractLoss
+    form: Form | None
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class _Scores(Shown):
     """Gradients of training points against those of queries."""
+
+    apply_fn: ApplyFn
 
     def attribute(
         self,
@@ -60,12 +67,29 @@ class _Scores(Shown):
         loss: AbstractLoss | None = None,
         of: Measure = "loss",
     ) -> Attribution:
-        """Scores `(q, n)`; `loss` is softmax cross-entropy by default."""
-        start, models = time.perf_counter(), self._models()
+        """Scores `(q, n)`.
+
+        Inputs, targets and the default of `loss` are those of `Trajectory.attribute`: `x` may be a dict of
+        arrays, and a network of sequences returns `(n, T, V)`.
+        """
+        start = time.perf_counter()
+        (scores,), loss = as_sequences([self], lambda: self._params(0), x, y, xq, yq, loss)
+        models = scores._models()
         first = next(models)
         data = _check(first, x, y, xq, yq, loss, of)
-        values, note = self._values(itertools.chain([first], models), data)
+        every = (model.reading(data.form) for model in itertools.chain([first], models))
+        values, note = scores._values(every, data)
         return _result(values, data, yq, (note,), start)
+
+    def _unwrap(self, trainable: Trainable) -> None:
+        """A model of `adapters` or `linearize` says itself which parameters count."""
+        apply_fn, trainable = opened(type(self).__name__, self.apply_fn, trainable)
+        object.__setattr__(self, "apply_fn", apply_fn)
+        object.__setattr__(self, "trainable", trainable)
+
+    def _params(self, k: int) -> PyTree:
+        """The k-th parameters."""
+        raise NotImplementedError
 
     def _models(self) -> Iterator[Linearized]:
         """The network at each checkpoint, at least one."""
@@ -80,9 +104,14 @@ class _Scores(Shown):
 class _Products(_Scores):
     """Gradients of one checkpoint against each other."""
 
-    apply_fn: ApplyFn
     params: PyTree
     trainable: Trainable = None
+
+    def __post_init__(self) -> None:
+        self._unwrap(self.trainable)
+
+    def _params(self, k: int) -> PyTree:
+        return self.params
 
     def _models(self) -> Iterator[Linearized]:
         yield linearize(self.apply_fn, self.params, trainable=self.trainable)
@@ -108,10 +137,9 @@ class GradCos(_Products):
     """
 
     def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
-        model = next(models)
-        values, local = _dot(model, data)
-        for axis, points, u in ((0, data.x, local.g), (1, data.xq, local.v)):
-            size = np.expand_dims(np.asarray(gradient_norms(model, points, u)), axis)
+        values, sizes = _dot(next(models), data, norms=True)
+        for axis, size in enumerate(sizes):
+            size = np.expand_dims(size, axis)
             values = np.where(size > 0, values / np.where(size > 0, size, 1), 0)
         return values, "gradient cosine"
 
@@ -123,33 +151,49 @@ class TracIn(_Scores):
     **Fields:**
 
     - `apply_fn`, `trainable`: as for `GradDot`.
-    - `checkpoints`: parameter pytrees of one run.
-    - `learning_rate`: `η_t`, one number or one per checkpoint.
+    - `checkpoints`: parameter pytrees of one run, or a function that loads the k-th.
+    - `learning_rate`: `η_t`, one number or one per checkpoint. If `checkpoints` is a function, the number of
+      rates is that of checkpoints.
     """
 
-    apply_fn: ApplyFn
-    checkpoints: Sequence[PyTree]
+    checkpoints: Sequence[PyTree] | Callable[[int], PyTree]
     learning_rate: Numbers = 1.0
     trainable: Trainable = None
 
     def __post_init__(self) -> None:
-        if not len(self.checkpoints):
-            raise ValueError("TracIn: give at least one checkpoint.")
+        self._unwrap(self.trainable)
         rates = np.asarray(self.learning_rate, float)
-        if rates.shape not in ((), (len(self.checkpoints),)):
+        if callable(self.checkpoints):
+            if rates.ndim != 1:
+                raise ValueError(
+                    "TracIn: checkpoints are a function, so learning_rate must have one number per "
+                    f"checkpoint, got shape {rates.shape}."
+                )
+        elif rates.shape not in ((), (len(self.checkpoints),)):
             raise ValueError(
                 f"TracIn: learning_rate must be one number or {len(self.checkpoints)}, one per "
                 f"checkpoint, got shape {rates.shape}."
             )
+        if not self._rates().size:
+            raise ValueError("TracIn: give at least one checkpoint.")
         if not (np.isfinite(rates).all() and (rates > 0).all()):
             raise ValueError(f"TracIn: learning rates must be positive, got {self.learning_rate}.")
 
+    def _rates(self) -> np.ndarray:
+        rates = np.asarray(self.learning_rate, float)
+        return (
+            rates if callable(self.checkpoints) else np.broadcast_to(rates, len(self.checkpoints))
+        )
+
+    def _params(self, k: int) -> PyTree:
+        return self.checkpoints(k) if callable(self.checkpoints) else self.checkpoints[k]
+
     def _models(self) -> Iterator[Linearized]:
-        for params in self.checkpoints:
-            yield linearize(self.apply_fn, params, trainable=self.trainable)
+        for k in range(self._rates().size):
+            yield linearize(self.apply_fn, self._params(k), trainable=self.trainable)
 
     def _values(self, models: Iterator[Linearized], data: _Data) -> tuple[np.ndarray, str]:
-        rates = np.broadcast_to(np.asarray(self.learning_rate, float), len(self.checkpoints))
+        rates = self._rates()
         each = (rate * _dot(m, data)[0] for rate, m in zip(rates, models, strict=True))
         return sum(each, start=np.zeros(())), f"TracIn over {len(rates)} checkpoints"
 
@@ -202,7 +246,7 @@ class TRAK(Shown):
         missing: Any = 0.0
         for t, params in enumerate(self.models):
             (solved,), short = trak_terms(
-                self.apply_fn, params, data.x, y, data.xq, yq,
+                self.apply_fn, params, x, y, xq, yq,
                 dampings=(self.damping,), projection=self.projection, seed=self.seed + t,
                 trainable=self.trainable,
             )  # fmt: skip
@@ -241,10 +285,11 @@ def trak_terms(
     trainable: Trainable = None,
 ) -> tuple[list[np.ndarray], np.ndarray]:
     """One model's `φ_qΦᵀ(ΦΦᵀ + ρI)⁻¹` for each damping, `(q, n)`, and its `1 − p_i`, `(n,)`."""
-    features, queries = as_features("x", x), as_features("xq", xq)
-    u, short = _margin_direction(apply_fn(params, features), jnp.asarray(y))
-    u_q, _ = _margin_direction(apply_fn(params, queries), jnp.asarray(yq))
-    model = linearize(apply_fn, params, trainable=trainable)
+    form = form_of("x", x)
+    features, queries = enter_points("x", x, form), enter_points("xq", xq, form)
+    model = linearize(apply_fn, params, trainable=trainable).reading(form)
+    u, short = _margin_direction(model.apply_fn(params, features), jnp.asarray(y))
+    u_q, _ = _margin_direction(model.apply_fn(params, queries), jnp.asarray(yq))
     if projection is None:
         mask = _mask(model)
         own, both = ((features, u), None), ((queries, u_q), (features, u))
@@ -283,21 +328,33 @@ def _check(
     of: Measure,
 ) -> _Data:
     loss = SoftmaxCrossEntropy() if loss is None else loss
-    features = as_features("x", x)
-    queries = check_queries(xq, features)
+    form = form_of("x", x)
+    features = enter_points("x", x, form)
+    queries = check_queries(xq, features, form=form)
+    model = model.reading(form)
     c = model.apply_shape(features[:1])[1]
     targets = loss.prepare_targets(y, c, model.dtype)
     check_rows("y", targets, features.shape[0], "point of x")
     quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
-    return _Data(features, targets, queries, quantity, loss)
+    return _Data(features, targets, queries, quantity, loss, form)
 
 
-def _dot(model: Linearized, data: _Data) -> tuple[np.ndarray, Local]:
-    """`w_i ∇m_q·∇ℓ_i` for all pairs, by two small products per layer instead of gradients."""
+def _dot(
+    model: Linearized, data: _Data, norms: bool = False
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """`w_i ∇m_q·∇ℓ_i` for all pairs, and on request the lengths of the gradients of points and of queries.
+
+    Two small products per layer replace gradients. Outputs of sequences are too many for this: their
+    gradients are made block by block.
+    """
+    if isinstance(data.loss, TokenCrossEntropy):
+        return sequence_products(model, data)
     local = local_terms(model, data.x, data.targets, data.xq, data.quantity, data.loss)
-    pairs = (data.xq, local.v), (data.x, local.g)
-    block = _folded_kernel(model.apply_fn, model.params, *pairs, trainable=_mask(model))
-    return np.asarray(block[:, 0, :, 0]), local
+    own, other = (data.x, local.g), (data.xq, local.v)
+    block = _folded_kernel(model.apply_fn, model.params, other, own, trainable=_mask(model))
+    pairs = (own, other) if norms else ()
+    sizes = tuple(np.asarray(gradient_norms(model, *pair)) for pair in pairs)
+    return np.asarray(block[:, 0, :, 0]), sizes
 
 
 def _mask(model: Linearized) -> PyTree:
@@ -308,7 +365,11 @@ def _mask(model: Linearized) -> PyTree:
 def _result(
     values: np.ndarray, data: _Data, yq: Numbers | None, notes: tuple[str, ...], start: float
 ) -> Attribution:
-    check_finite("attribution", values, hint="Do the parameters hold NaN or inf?")
+    check_finite(
+        "attribution",
+        values,
+        hint="Do parameters hold NaN or inf, or inputs token numbers beyond the vocabulary?",
+    )
     return Attribution(
         values=values,
         of=data.quantity.name,
@@ -316,9 +377,9 @@ def _result(
         unit=None,
         notes=(*notes, "scores rank and compare training points, and have no unit"),
         stats={"seconds": time.perf_counter() - start, "method": notes[0]},
-        x=np.asarray(data.x),
+        x=shown(data.x, data.form),
         y=np.asarray(data.targets),
-        xq=np.asarray(data.xq),
+        xq=shown(data.xq, data.form),
         yq=None if yq is None else np.asarray(yq),
     )
 

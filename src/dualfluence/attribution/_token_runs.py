@@ -1,6 +1,6 @@
 """What a request for sequences of tokens needs before it is scored: its loss, its form, its probes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from .._support.memory import total_memory
 from .._support.types import Inputs, Numbers
@@ -26,17 +27,21 @@ transformer 1, 2, 4 and 8 had an LDS of 0.57, 0.64, 0.70 and 0.75."""
 
 def as_sequences(
     runs: Sequence[Any],
+    first: Callable[[], PyTree],
     x: Inputs,
     y: Numbers,
     xq: Inputs,
     yq: Numbers | None,
     loss: AbstractLoss | None,
 ) -> tuple[list[Any], AbstractLoss]:
-    """Runs whose networks return rows, and the loss, by default that of what the network returns."""
+    """Runs whose networks return rows, and the loss, by default that of what the network returns at its
+    `first` parameters."""
     if loss is not None and not isinstance(loss, TokenCrossEntropy):
+        check_padding("x", x, y)
         return list(runs), loss
-    shape = outputs_shape(runs[0].apply_fn, runs[0].checkpoint(0), x)
+    shape = outputs_shape(runs[0].apply_fn, first(), x)
     if loss is None and (shape is None or len(shape) != 2):
+        check_padding("x", x, y)
         return list(runs), SoftmaxCrossEntropy()
     if shape is not None and len(shape) == 2:
         for name, inputs, targets in (("y", x, y), ("yq", xq, yq)):

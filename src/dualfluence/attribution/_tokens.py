@@ -18,22 +18,14 @@ from jaxtyping import Array, Float, PyTree
 
 from .._support.compile import HIGHEST, PRECISION, filter_jit
 from .._support.memory import tile_budget, total_memory
+from .._support.padding import padding_of
 from .._support.points import common_dtype, is_tree
+from .._support.sequences import AT_ONCE, panel_of, sequence_bytes, sequences_at_once
 from .._support.types import ApplyFn, Inputs
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
 from ..losses._tokens import IGNORED
 from ..problem._quantity import Quantity
-
-ROWS_SHARE = 0.2
-"""Share of the memory for gradients that are held at once. If all fit, every gradient is computed once."""
-
-LOGIT_COPIES = 6
-"""Arrays of the size of a sequence's outputs in one of its backward passes: outputs, probabilities, signs,
-cotangent, and what the compiler keeps between them."""
-
-AT_ONCE = 16
-"""Sequences of one step on an accelerator with enough memory: fewer leave it waiting for small products."""
 
 
 class Flat(eqx.Module):
@@ -73,8 +65,12 @@ def check_tokens(name: str, targets: Any, length: int) -> None:
 
 
 def check_padding(name: str, x: Any, targets: Any) -> None:
-    """Raise if targets count where the attention mask of the inputs is zero."""
-    if not isinstance(x, Mapping) or "attention_mask" not in x or "decoder_input_ids" in x:
+    """Raise if targets count where the attention mask of the inputs is zero, or where there should be one."""
+    if not isinstance(x, Mapping) or "decoder_input_ids" in x:
+        return
+    if "attention_mask" not in x:
+        if name != "yq":  # a few queries say too little about what is padding
+            _check_no_padding(name, x.get("input_ids"), np.asarray(targets))
         return
     mask, y = np.asarray(x["attention_mask"]), np.asarray(targets)
     if mask.shape != y.shape or not ((y != IGNORED) & (mask == 0)).any():
@@ -84,6 +80,22 @@ def check_padding(name: str, x: Any, targets: Any) -> None:
         f"{name}: the target of token {t} of sequence {i} is {y[i, t]}, but attention_mask is 0 there: "
         f"padding would count as text. Put {IGNORED} at padding; adapters.tokenised does so."
     )
+
+
+def _check_no_padding(name: str, ids: Any, y: np.ndarray) -> None:
+    """Raise if tokens that count, or those of a text with one label, look like padding."""
+    ids = np.asarray(() if ids is None else ids)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
+        return
+    rows = list(ids)
+    if y.shape == ids.shape:  # padding behind the last target changes nothing in a causal network
+        rows = [row[: int(np.flatnonzero(own != IGNORED)[-1]) + 1]
+                for row, own in zip(ids, y, strict=True) if (own != IGNORED).any()]  # fmt: skip
+    if rows and (found := padding_of(rows)):
+        raise ValueError(
+            f"{name}: the inputs have no attention_mask, but {found}, which would count as text. Keep the "
+            "tokenizer's attention_mask among the inputs, or give one of ones if these tokens are text."
+        )
 
 
 class Sequences(eqx.Module):
@@ -129,9 +141,8 @@ class Sequences(eqx.Module):
 
     def at_once(self, rows: int) -> int:
         """Sequences of which the backward passes with `rows` cotangents fit into the work space."""
-        c = self.model.apply_shape(self.x[:1])[1]
-        each = (rows * (LOGIT_COPIES * c + 2 * self.model.num_params)) * 4
-        return max(1, tile_budget(8 * AT_ONCE * each) // each)
+        sizes = rows, self.model.apply_shape(self.x[:1])[1], self.model.num_params
+        return sequences_at_once(*sizes, tile_budget(8 * AT_ONCE * sequence_bytes(*sizes)))
 
 
 class Queries(eqx.Module):
@@ -180,9 +191,8 @@ def token_blocks(
 
 def panel_size(train: Sequences) -> int:
     """Sequences whose gradients are held at once: all, or half of what two panels may take."""
-    each = (train.m + 1) * train.model.num_params * jnp.dtype(train.model.dtype).itemsize
-    most = int(ROWS_SHARE * total_memory()) // each
-    return train.num if most >= train.num else max(1, most // 2)
+    size = jnp.dtype(train.model.dtype).itemsize
+    return panel_of(train.num, train.m + 1, train.model.num_params, size, total_memory())
 
 
 def query_panel(train: Sequences, queries: Queries) -> int:
@@ -241,6 +251,26 @@ def directions_of(
         part = V[start : start + rows.shape[0]]
         z = z - jnp.einsum("nrp,nrq->qp", rows[:, :m], part, precision=HIGHEST)
     return z / ridge
+
+
+def sequence_products(
+    model: Linearized, data: Any
+) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    """`w_i ∇m_q·∇ℓ_i` of all pairs, and the lengths of the gradients of sequences and of queries."""
+    train = Sequences.of(model, data.x, data.targets, data.loss, 0, jax.random.key(0))
+    queries = Queries(model, data.xq, data.quantity)
+    panel, size = panel_size(train), query_panel(train, queries)
+    tiles, own, other = [], [], []
+    for start in range(0, queries.num, size):
+        left, row = query_rows(queries, start, size), []
+        other.append(jnp.linalg.norm(left, axis=1))
+        for begin in range(0, train.num, panel):
+            right = train_rows(train, begin, panel)
+            row.append(np.asarray(_product(left, right)[:, :, 0]))
+            if start == 0:
+                own.append(jnp.linalg.norm(right[:, 0], axis=1))
+        tiles.append(np.concatenate(row, axis=1))
+    return np.concatenate(tiles), (np.concatenate(own), np.concatenate(other))
 
 
 @filter_jit

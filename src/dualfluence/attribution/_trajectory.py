@@ -1,6 +1,5 @@
 """Attribution of a real network from the checkpoints of its training."""
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,27 +10,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, PyTree
 
 from .._support.archive import digest_of_all
-from .._support.checks import check_finite, check_queries, check_rows
+from .._support.checks import all_finite, check_finite
 from .._support.compile import jit
 from .._support.options import ProgressFn, Ticker, check_choice, check_worker
-from .._support.points import Form, form_of, shown
 from .._support.show import Shown
 from .._support.types import AnyPath, ApplyFn, Inputs, Numbers, Trainable
 from ..kernels._linearized import Linearized, as_network, linearize
 from ..kernels._params import opened
 from ..losses import AbstractLoss, TokenCrossEntropy
 from ..operators._base import Device, as_mesh
-from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution
 from ._checkpoint import PROJECTED_RANK, checkpoint_scores
 from ._mesh import check_mesh, mesh_scores
 from ._pieces import Pieces
-from ._points import QUESTIONS, check_point, point_notes, scores_of_points
-from ._probes import Probes, key_of, said_of
+from ._points import QUESTIONS, check_point, scores_of_points
+from ._probes import Probes, key_of
+from ._request import (
+    Data,
+    Options,
+    check_data,
+    check_outputs_finite,
+    fingerprint,
+    result_of,
+)
 from ._token_runs import as_sequences, probes_of, token_shares
 
 KAPPA = 3.0
@@ -51,12 +55,6 @@ Neighbours resemble each other, so fewer than there are. A third or three times 
 COMBINE = ("shrunk", "mean")
 
 METHODS = ("outputs", "projected")
-
-PROJECTED_NOTE = (
-    "gradients projected on random directions: entries of K are off by about 1/√rank of their size"
-)
-
-SHRUNK_NOTE = ("entries on which checkpoints and runs disagree are drawn towards zero",)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -279,22 +277,22 @@ def attribute_runs(
         check_point(method, leverage, tokens, worker, devices)
     if devices is not None:
         check_mesh(folder, method, devices)
-    runs, loss = as_sequences(runs, x, y, xq, yq, loss)
-    data = _check_data(runs[0], x, y, xq, yq, loss, of)
+    runs, loss = as_sequences(runs, lambda: runs[0].checkpoint(0), x, y, xq, yq, loss)
+    data = check_data(runs[0], x, y, xq, yq, loss, of)
     use, why = probes_of(probes, data, loss, method, leverage, tokens, devices)
-    options = _Options(loss, method, use, leverage, combine, rank, devices, tokens, question)
+    options = Options(loss, method, use, leverage, combine, rank, devices, tokens, question)
     if question == "point":
         if isinstance(loss, TokenCrossEntropy):
             raise ValueError(
                 'Trajectory: question="point" is not available for sequences of tokens.'
             )
-        pieces = Pieces(folder, _fingerprint(data, options))
+        pieces = Pieces(folder, fingerprint(data, options))
         values, beside = scores_of_points(runs, data, loss, use, pieces, _digest_run, progress)
         seconds = time.perf_counter() - start
-        return _result(values, runs, data, options, why, beside, seconds)
+        return result_of(values, runs, data, options, why, beside, seconds)
     every = [(r, k) for r, run in enumerate(runs) for k in range(run.num_checkpoints)]
     work = _share(every, worker, folder)
-    pieces = Pieces(folder, _fingerprint(data, options))
+    pieces = Pieces(folder, fingerprint(data, options))
     sums, beside, count = None, [], len(work)
     with Ticker(count, "checkpoints", progress) as ticker:
         for r, k in work:
@@ -313,7 +311,7 @@ def attribute_runs(
     if combine == "shrunk":
         values = shrunk(mean, squares - mean**2, INDEPENDENT * len(runs))
     seconds = time.perf_counter() - start
-    result = _result(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
+    result = result_of(values, runs, data, options, why, np.mean(beside, axis=(0, 1)), seconds)
     if tokens:
         result = replace(result, tokens=token_shares(parts, mean, values))
     if worker is None:
@@ -352,58 +350,8 @@ def shrunk(mean: np.ndarray, variance: np.ndarray, independent: float) -> np.nda
     return mean * square / np.where(square > 0, square + noise, 1)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """How a request is scored."""
-
-    loss: AbstractLoss
-    method: str
-    probes: Probes | None
-    leverage: bool
-    combine: str
-    rank: int
-    mesh: Mesh | None = None
-    tokens: bool = False
-    question: str = "subset"
-
-
 BESIDE = 2
 """Columns before the scores of a checkpoint: what probes left out, and how far two halves of them agree."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Data:
-    """Checked arrays of a request."""
-
-    x: Array
-    targets: Array
-    xq: Array
-    quantity: Quantity
-    num_outputs: int
-    yq: Numbers | None
-    form: Form | None
-    dtype: DTypeLike
-
-
-def _check_data(
-    run: Trajectory,
-    x: Inputs,
-    y: Numbers,
-    xq: Inputs,
-    yq: Numbers | None,
-    loss: AbstractLoss,
-    of: Any,
-) -> _Data:
-    form = form_of("x", x)
-    features = jnp.asarray(x) if form is None else form.pack("x", x)
-    check_finite("x", features)
-    queries = check_queries(xq, features, form=form)
-    model = run.model(0).reading(form)
-    c = model.apply_shape(features[:1])[1]
-    targets = loss.prepare_targets(y, c, model.dtype)
-    check_rows("y", targets, features.shape[0], "point of x")
-    quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
-    return _Data(features, targets, queries, quantity, c, yq, form, model.dtype)
 
 
 @partial(jit, static_argnames="n")
@@ -416,7 +364,7 @@ def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array],
     return sums, piece[:, :BESIDE]
 
 
-def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options) -> Array:
+def _normalised(run: Trajectory, r: int, k: int, data: Data, options: Options) -> Array:
     """`S_t` with root mean square one for every query, behind what is said of its probes."""
     key = key_of(options.probes, r, k)
     given = (run.model(k).reading(data.form), data.x, data.targets, data.xq, data.quantity)
@@ -427,8 +375,11 @@ def _normalised(run: Trajectory, r: int, k: int, data: _Data, options: _Options)
     else:
         projected = options.rank if options.method == "projected" else None
         scored = checkpoint_scores(*given, projected=projected, tokens=options.tokens, **how)
+    name = f"Trajectory, checkpoint {k}"
+    if not all_finite(name, scored.values):
+        check_outputs_finite(name, given[0], data)
     check_finite(
-        f"Trajectory, checkpoint {k}",
+        name,
         scored.values,
         hint="The factorisation failed: use float64 parameters, or checkpoints with fewer steps.",
     )
@@ -448,52 +399,6 @@ def _one_size(
         values = jnp.concatenate([values, tokens.reshape(values.shape[0], -1)], axis=1)
     # A query that no point moves at this checkpoint has nothing to add.
     return jnp.concatenate([*beside, values / jnp.where(size > 0, size, 1)], axis=1)
-
-
-def _result(
-    values: np.ndarray,
-    runs: list[Trajectory],
-    data: _Data,
-    options: _Options,
-    why: str,
-    beside: np.ndarray,
-    seconds: float,
-) -> Attribution:
-    steps = ", ".join(str(s) for s in np.asarray(runs[0].steps))
-    point = options.question == "point"
-    notes: tuple[str, ...] = (
-        "scores are scaled to one size per query and checkpoint and averaged: they rank "
-        "training points for one query, and have no unit",
-        f"{len(runs)} run(s), checkpoints after {steps} steps, λ = 1/({runs[0].kappa:g}·η·steps)",
-        "closed-form leave-one-out" if options.leverage else "first-order effects",
-        *SHRUNK_NOTE[: options.combine == "shrunk"],
-        *([PROJECTED_NOTE] if options.method == "projected" else []),
-    )
-    if point:
-        notes = point_notes(len(runs), steps)
-    notes = (*notes, *said_of(options.probes, why, *beside))
-    return Attribution(
-        values=values,
-        of=data.quantity.name,
-        direction=data.quantity.direction,
-        unit="change of the quantity" if point else None,
-        notes=notes,
-        stats={
-            "seconds": seconds,
-            "method": options.method,
-            "probes": None if options.probes is None else repr(options.probes),
-            "left_out": float(beside[0]),
-            "agreement": float(beside[1]),
-            "leverage": options.leverage,
-            "combine": None if point else options.combine,
-            "question": options.question,
-            "runs": len(runs),
-        },
-        x=shown(data.x, data.form),
-        y=np.asarray(data.targets),
-        xq=shown(data.xq, data.form),
-        yq=None if data.yq is None else np.asarray(data.yq),
-    )
 
 
 def check_checkpoint(k: int, params: PyTree, like: PyTree) -> None:
@@ -529,18 +434,3 @@ def _digest_run(run: Trajectory, k: int) -> str:
     held = run.preconditioner
     diagonal = None if held is None else held(k) if callable(held) else held[k]
     return digest_of_all((run.checkpoint(k), diagonal)) + f" λ={run.ridge(k)!r}"
-
-
-def _fingerprint(data: _Data, options: _Options) -> str:
-    said = [
-        repr(options.loss),
-        data.quantity.name,
-        options.method,
-        options.probes,
-        options.leverage,
-        options.rank if options.method == "projected" else 0,
-        options.tokens,
-        *([options.question] if options.question != "subset" else []),
-    ]
-    arrays = (data.x, data.targets, data.xq, data.quantity.targets)
-    return json.dumps([digest_of_all(arrays), *map(str, said)])
