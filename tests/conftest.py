@@ -68,38 +68,22 @@ MOST_MAPS = 20_000
 65,530, and a compiler that gets no more ends the process."""
 
 
-STRICT = (
-    "attribution/test_evaluate.py",
-    "fitted/test_damaged_states.py",
-    "fitted/test_drift.py",
-    "fitted/test_options.py",
-    "dual/test_floor.py",
-    "fitted/test_saved_states.py",
-    "fitted/test_show.py",
-    "linalg/test_triangular.py",
-    "losses/",
-    "models/",
-    "operators/test_checks.py",
-    "operators/test_structures.py",
-    "primal/test_influence.py",
-    "problem/",
-    "solvers/",
-    "store/test_damage.py",
-    "store/test_format.py",
-    "test_certificate.py",
-    "test_compilation.py",
-    "test_from_trained.py",
-    "test_losses.py",
-    "test_metrics.py",
-    "test_readout.py",
-    "unlearning/test_desk.py",
-    "unlearning/test_elimination.py",
-    "unlearning/test_removal.py",
-    "unlearning/test_verify.py",
+PLAIN = (
+    "adapters/test_audit_doors.py",
+    "adapters/test_records.py",
+    "attribution/test_tokens.py",
+    "infinite/test_image_kernels.py",
+    "kernels/test_apart.py",
+    "kernels/test_empirical_report.py",
+    "kernels/test_rows.py",
+    "store/test_store.py",
+    "support/test_gate.py",
+    "test_bad_input.py",
+    "test_linearize.py",
 )
-"""Tests under which the library says what it widens and what it spreads. Others run under JAX's default until
-they have been read for it; `DUALFLUENCE_TEST_STRICT=1` shows what they need, networks of their own mostly
-(`users.ordinary`). Tests marked `ordinary` run code of others."""
+"""Tests of networks and kernels that users write without a thought for ranks and dtypes. All others run where
+JAX refuses to widen and to spread, except long ones (`thorough`, unless `DUALFLUENCE_TEST_STRICT=1`) and
+those marked `ordinary`, which run code of others."""
 
 
 def pytest_itemcollected(item):
@@ -110,8 +94,8 @@ def pytest_itemcollected(item):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     marks = {mark.name for mark in item.iter_markers()}
-    here = item.path.relative_to(Path(__file__).parent).as_posix().startswith(STRICT)
-    strict = os.environ.get("DUALFLUENCE_TEST_STRICT") or (here and "thorough" not in marks)
+    plain = item.path.relative_to(Path(__file__).parent).as_posix().startswith(PLAIN)
+    strict = not plain and ("thorough" not in marks or os.environ.get("DUALFLUENCE_TEST_STRICT"))
     strict = strict and "ordinary" not in marks
     jax.config.update("jax_numpy_dtype_promotion", "strict" if strict else "standard")
     jax.config.update("jax_numpy_rank_promotion", "raise" if strict else "allow")

@@ -80,9 +80,9 @@ class GlobalSelfAttention(AbstractLayer):
             T_mixed = 0.0 if T is None else ov * _mix(G1, T, G2)
             return K_mixed + b2, T_mixed + 2 * K_mixed + b2
         v = ov * (self.W_query_std * self.W_key_std) ** 2
-        norm = jnp.sum(K * K, axis=(0, 1))
+        norm = jnp.sum(K * K, axis=(0, 1), keepdims=True)
         T = jnp.zeros_like(K) if T is None else T
-        ntk = 2 * jnp.sum(K * T, axis=(0, 1)) * K + norm * (T + 4 * K)
+        ntk = 2 * jnp.sum(K * T, axis=(0, 1), keepdims=True) * K + norm * (T + 4 * K)
         return v * norm * K + b2, v * ntk + b2
 
     def pairs(self, state: ImagePairs, rec1: Records, rec2: Records, band: Band) -> ImagePairs:
@@ -92,7 +92,9 @@ class GlobalSelfAttention(AbstractLayer):
         distance = at_first(rec1[0]) + at_second(rec2[0], None) - 2 * cov
         apart = take_diagonal(state.distance, None)
         equal = jnp.all(coincide(apart, state.q1, state.q2), axis=(0, 1))
-        distance = jnp.where(same_pixel(shape, None) & equal, 0, jnp.maximum(distance, 0))
+        same = same_pixel(shape, None)
+        same = same & equal.reshape((1,) * (distance.ndim - equal.ndim) + equal.shape)
+        distance = jnp.where(same, 0, jnp.maximum(distance, 0))
         ntk = None if ntk is None else _grid(ntk, shape)
         new = replace(state, q1=rec1[0], q2=rec2[0], distance=distance, ntk=ntk, pixels=None)
         return settle(replace(new, spec=self.out_spec(state.spec)))

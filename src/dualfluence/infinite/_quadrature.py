@@ -58,7 +58,7 @@ class Activation(AbstractActivation):
 
     def _coefficients(self, function: Callable[..., Array], r: Array) -> Array:
         z, weights = _hermite(self.nodes)
-        points = r * jnp.asarray(z, r.dtype).reshape(-1, *[1] * r.ndim)
+        points = r[None] * jnp.asarray(z, r.dtype).reshape(-1, *[1] * r.ndim)
         weights = jnp.asarray(weights, r.dtype)
         return jnp.tensordot(weights, function(points), 1, precision=HIGHEST)
 

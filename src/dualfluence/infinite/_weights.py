@@ -84,6 +84,11 @@ def _out_width(layer: "Dense | Conv", width: int) -> int:
     return (width if layer.width is None else layer.width) * layer.s[1]
 
 
+def _per_channel(b: Array, y: Array) -> Array:
+    """Biases in the rank of outputs, which JAX may be told to ask for."""
+    return b.reshape((1,) * (y.ndim - 1) + b.shape)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dense(AbstractLayer):
     r"""A fully connected layer on the channels; on images, the same at every pixel.
@@ -145,7 +150,7 @@ class Dense(AbstractLayer):
     def apply(self, params: PyTree, x: Array) -> Array:
         w, b = _scales(self, x.shape[-1])
         y = w * (x @ params["W"])
-        return y + b * params["b"] if "b" in params else y
+        return y + _per_channel(b * params["b"], y) if "b" in params else y
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ class Conv(AbstractLayer):
         y = w * lax.conv_general_dilated(
             x, params["W"], self.strides, pads, dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        return y + b * params["b"] if "b" in params else y
+        return y + _per_channel(b * params["b"], y) if "b" in params else y
 
 
 def padded(

@@ -71,7 +71,7 @@ def _factor(A: Array, ridge: Array, mesh: Mesh, block: int) -> Array:
 
 def _eliminate(A: Array, ridge: Array, devices: int, block: int) -> Array:
     """The rows of this device of the factor."""
-    rows, me = A.shape[0], jax.lax.axis_index(AXIS)
+    rows, me = A.shape[0], _here()
     count = ceil(rows / block)
     more = count * block - rows
     B = jnp.pad(A.reshape(rows, devices, rows), ((0, more), (0, 0), (0, more)))
@@ -92,7 +92,7 @@ def _eliminate(A: Array, ridge: Array, devices: int, block: int) -> Array:
 
 def _eliminate_block(j: Array, B: Array, devices: int, block: int) -> Array:
     """Block `j` in the order of elimination: its columns of `L`, and `B` less their products."""
-    me, at, col = jax.lax.axis_index(AXIS), j // devices * block, j * block
+    me, at, col = _here(), j // devices * block, j * block
     mine = me == j % devices
     corner = jax.lax.dynamic_slice(B, (at, col), (block, block))
     corner = jnp.linalg.cholesky(jax.lax.psum(jnp.where(mine, corner, 0), AXIS))
@@ -107,14 +107,19 @@ def _eliminate_block(j: Array, B: Array, devices: int, block: int) -> Array:
     return jax.lax.dynamic_update_slice(B, jnp.where(mine, done, low), (jnp.zeros_like(at), col))
 
 
+def _here() -> Array:
+    """The number of this device, as wide as JAX's whole numbers are."""
+    return jax.lax.axis_index(AXIS).astype(int)
+
+
 def _order(rows: int, devices: int, block: int) -> Array:
     """The place of each row's block in the order of elimination."""
-    return jnp.arange(rows) // block * devices + jax.lax.axis_index(AXIS)
+    return jnp.arange(rows) // block * devices + _here()
 
 
 def _forward(L: Array, v: Array, rows: int, block: int) -> Array:
     devices = L.shape[1] // L.shape[0]
-    order, me = _order(L.shape[0], devices, block), jax.lax.axis_index(AXIS)
+    order, me = _order(L.shape[0], devices, block), _here()
     v = jnp.pad(v, ((0, L.shape[0] - rows), (0, 0)))
 
     def step(j: Array, v: Array) -> Array:
@@ -131,7 +136,7 @@ def _forward(L: Array, v: Array, rows: int, block: int) -> Array:
 
 def _backward(L: Array, u: Array, rows: int, block: int) -> Array:
     devices = L.shape[1] // L.shape[0]
-    order, me = _order(L.shape[0], devices, block), jax.lax.axis_index(AXIS)
+    order, me = _order(L.shape[0], devices, block), _here()
     steps = L.shape[1] // block
 
     def step(i: Array, x: Array) -> Array:

@@ -17,11 +17,11 @@ def with_features(points: Points, size: int, key: PRNGKeyArray, *, bias: bool) -
     """
     key_w, key_b = jax.random.split(key)
     num_pixels = points.x.shape[1]
-    W = jax.random.normal(key_w, (num_pixels, size)) * (W_STD / np.sqrt(num_pixels))
-    b = jax.random.normal(key_b, (size,)) * B_STD
+    W = jax.random.normal(key_w, (num_pixels, size)) * (W_STD / float(np.sqrt(num_pixels)))
+    b = jax.random.normal(key_b, (1, size)) * B_STD
 
     def features(x: Float[Array, "n d"]) -> Float[Array, "n p"]:
-        phi = jax.nn.relu(x @ W + b) * (W_STD / np.sqrt(size))
+        phi = jax.nn.relu(x.astype(W.dtype) @ W + b) * (W_STD / float(np.sqrt(size)))
         constant = jnp.full((x.shape[0], 1), B_STD, phi.dtype)
         return jnp.concatenate([phi, constant], axis=1) if bias else phi
 
