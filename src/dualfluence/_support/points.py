@@ -133,7 +133,8 @@ class Form:
         return jax.tree.unflatten(self.tree, arrays)
 
     def to_plain(self) -> list[object]:
-        """As lists and names for the header of a file: trees of dicts, tuples and lists have one."""
+        """The form as lists and names, for the header of a file. Only trees of dicts, tuples and lists
+        can be written this way."""
         places = jax.tree.unflatten(self.tree, range(len(self.leaves)))
         return [_plain(places), [[list(shape), dtype] for shape, dtype in self.leaves]]
 

@@ -67,7 +67,8 @@ def audit(
     near: float = 0.25,
     classes: Any = None,
 ) -> Audit:
-    r"""Look for wrong labels, duplicates, leaks, and points that decide all or nothing in a training set.
+    r"""Look in a training set for wrong labels, duplicates, leaks, points that alone determine their
+    prediction, and points that change nothing.
 
     Every point is predicted by a model that was trained without it. One factorisation gives all of these
     models, each without a single point; tools that train by folds leave out a tenth or a fifth at once.
@@ -91,8 +92,8 @@ def audit(
     - `x`, `y`: points and their labels, as arrays, lists or data frames. Labels may be strings.
     - `x_test`, `y_test`: a test set, to look for leaks and, with `y_test`, wrong labels there.
     - `encoder`: a frozen function from the points (texts, pictures) to an array `(n, d)`.
-    - `task`: `"classification"` or `"regression"`; by default what an estimator is for, and without one
-      numbers with a fraction are `"regression"`.
+    - `task`: `"classification"` or `"regression"`. By default it follows from the estimator; if there is
+      none, targets with fractional parts mean `"regression"`.
     - `ridge`: of a network; by default the one of least leave-one-out loss, on a part of the points.
     - `threshold`: probability from which a label is called wrong.
     - `near`: the distance below which points are near duplicates. The unit is the median distance of a

@@ -38,7 +38,7 @@ class Finding:
     - `given`, `suggested`: its target, and the one that fits better, where there is one.
     - `score`: larger is more serious; comparable within a kind.
     - `probability`: that the target is wrong, for the kind `"label"`.
-    - `partner`: position of the training point that it is held against.
+    - `partner`: position of the training point that the finding compares this point with.
     """
 
     kind: str
@@ -71,7 +71,8 @@ class Audit(Shown):
       for numbers.
     - `left_out`: outputs at each point of the model without it, `(n, c)`.
     - `leverage`: share of each point's prediction that its own target makes up, `(n,)`.
-    - `effect`: how far all predictions move without the point, `(n,)`; of a `Fitted`, their losses.
+    - `effect`: how far all predictions move without the point, `(n,)`; for a `Fitted`, how far the
+      losses move.
     - `neighbour`, `distance`: the nearest other training point, and how far it is; 1 is the median.
     - `test_wrong`: probability that each test label is wrong, where these were given.
     - `notes`: how all this was found and what it leaves out.

@@ -51,9 +51,11 @@ class StepReport(NamedTuple):
     - `iterations`, `products`, `residual`, `converged`: of the linear solve.
     - `step_size`: `t` of the line search.
     - `settled`: whether the decrease that the step predicted was below the objective's rounding.
-    - `lighter`: whether it was taken for the rounding that it takes away; see `_is_lighter`.
-    - `value_noise`: the objective's rounding after the step, which may be far below that before it. These
-      three are for runs of many steps: one that is not damped asks for no value of the objective.
+    - `lighter`: whether the step was accepted because it reduces rounding, although the objective does
+      not fall measurably; see `_is_lighter`.
+    - `value_noise`: the objective's rounding after the step, which may be far below that before it.
+      `settled`, `lighter` and `value_noise` are for runs of many steps: an undamped step does not
+      evaluate the objective.
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.

@@ -163,7 +163,8 @@ class _Run:
         return np.asarray(values if self._many else values[0], dtype)
 
     def confirms(self, goal: Goal) -> bool:
-        """Whether a fresh product says so too; columns for which it does not go on from there."""
+        """Whether a fresh product confirms that all columns are done. A column that is not done goes on
+        from this product."""
         waiting = [c for c in self.columns if not c.confirmed]
         # Before the first step `Kα` is as fresh as it gets: a second product would be the same.
         if any(c.steps for c in waiting):

@@ -144,7 +144,7 @@ AUTO = Auto()
 
 
 class Settings(NamedTuple):
-    """How a run is asked for.
+    """What the caller asked of a run.
 
     - `what`: who asks, for messages.
     - `solver`: of the linear systems.
@@ -176,7 +176,7 @@ def settings(
 
 
 def is_auto(ridge: object) -> bool:
-    """Whether the ridge is to be found; any other word is an error."""
+    """Whether the ridge is `"auto"`; any other string raises an error."""
     if isinstance(ridge, str) and ridge != "auto":
         raise ValueError(f"ridge: λ must be a positive number or 'auto', got {ridge!r}.")
     return isinstance(ridge, str)

@@ -59,7 +59,7 @@ def can_widen(model: TrainedModel) -> bool:
 def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
     """Whether float32 is not worth a try: on a CPU, where float64 costs twice as much at most.
 
-    `any_ridge` is a fit that tries many, small ones among them.
+    `any_ridge`: true for a fit that tries many ridges, including small ones.
     """
     if not can_widen(model):
         return False
@@ -70,7 +70,8 @@ def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
 
 
 def as_given(model: Trained, kernel: object, x: Inputs, y: Numbers) -> Trained:
-    """The model with points, targets and kernel in the digits that the caller gave: NumPy's have 64 bits."""
+    """The model with points, targets and kernel in the precision that the caller gave: NumPy arrays may
+    have 64 bits."""
     data, source = model.data, model.source
     with double():
         targets = model.loss.prepare_targets(y, model.num_outputs, jnp.dtype("float64"))
@@ -83,7 +84,8 @@ def as_given(model: Trained, kernel: object, x: Inputs, y: Numbers) -> Trained:
 def falls_short(model: TrainedModel, certificate: Certificate, met: bool) -> bool:
     """Whether a float32 answer that would be accepted is worth a second one in float64.
 
-    On accelerators it is not: the bound says what it is worth, and float64 may cost many times more.
+    On accelerators a second answer is not worth its cost: float64 may take many times longer, and the
+    bound shows how good the float32 answer is.
     """
     bound = certificate.relative_bound
     loose = certificate.at_floor and certificate.certified and bound > LOOSE
@@ -143,7 +145,8 @@ def _widened(model: Trained) -> Trained:
 
 
 def kept_operator(model: TrainedModel) -> AbstractKernelOperator | None:
-    """`K` in float32 with float64 products, where it is not to be computed anew; in a `double` scope."""
+    """`K` kept in float32 with products in float64, or `None` if `K` is to be computed again. Call it in
+    a `double` scope."""
     own = model.kernel_op
     if own.follows_points:
         return None
@@ -184,8 +187,8 @@ BENT = (
 
 @dataclass(frozen=True, eq=False)
 class Done(Generic[Trained]):
-    """The model that a run started from, in the precision that it ended in, the one after it, and why it
-    ended."""
+    """The result of a run: the starting model (in the precision in which the run ended), the final
+    model, and the reason why the run ended."""
 
     before: Trained
     after: Trained
@@ -218,7 +221,8 @@ class Task(Generic[Trained]):
 def run(task: Task[Trained]) -> Done[Trained]:
     """Take the steps of a task.
 
-    Where rounding of float32 leaves an answer short, the run is repeated in float64 from where it came to.
+    If float32 rounding stops a run before its goal, the run continues in float64 from where it is; a run
+    of a given number of steps is repeated from its start.
     """
     model, start, goal, how = task.model, task.start, task.goal, task.how
     if not can_widen(model):

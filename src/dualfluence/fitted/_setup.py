@@ -81,8 +81,8 @@ def prepare(
 ) -> Setup:
     """Checked training set, operator and base outputs.
 
-    `ridge` is a checked one, of which only the range of the dtype is left to see, or `None` where it is
-    still to be found.
+    `ridge` has been checked except for the range of the dtype, which is checked here. It is `None` if
+    the ridge is still to be chosen.
     """
     check_loss(what, loss, AbstractLoss)
     check_progress(what, progress)
@@ -155,14 +155,15 @@ def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
 
 
 def widening(options: KernelOptions) -> Widening:
-    """What becomes of `K` where float32 is not enough, from what the caller said of `K`."""
+    """How `K` is handled if float32 is not enough, given the caller's options for `K`."""
     if options.refine is not None:
         return "at once" if options.refine else "never"
     return "computed anew" if options.operator is None else "as stored"
 
 
 def start_norm(source: AbstractSource) -> float:
-    """`‖θ₀‖` in the norm of the ridge, or of the parameters that `J` is taken at; 0 without any."""
+    """`‖θ₀‖` in the norm of the ridge; without `θ₀`, the norm of the parameters at which `J` is taken; 0
+    without a network."""
     return 0.0 if source.network is None else float(source.network.size)
 
 
@@ -240,10 +241,10 @@ def _at_precision(
 
 
 def rounding_unit(source: AbstractSource, op: AbstractKernelOperator) -> float | None:
-    """The unit that products and outputs round by where that is coarser than their dtype says.
+    """The rounding unit of products and outputs, if it is coarser than that of their dtype.
 
-    That of a network with narrow arithmetic, or of products at a lower precision, measured on one:
-    `|δ(Kv)_i|` over the `√K_ii ‖√K v‖` that it is in proportion to.
+    It is coarser for a network with low-precision arithmetic or for products at a lower precision. It is
+    measured on one product, as the ratio of the error `|δ(Kv)_i|` to `√K_ii ‖√K v‖`.
     """
     own, precision = source.narrow_eps, op.narrow.product_precision
     if precision in (None, HIGHEST):

@@ -338,7 +338,8 @@ def split_leaves(params: PyTree, trainable: tuple[bool, ...]) -> tuple[PyTree, P
 
 
 def weighted(step: PyTree, scale: tuple[Array | None, ...]) -> PyTree:
-    """`P^{-1/2}` times a step. The norm of `P⁻¹` is the root of the sum of its squares."""
+    """`P^{-1/2}` times a step. The norm of a step with respect to `P⁻¹` is the root of the sum of
+    squares of this result."""
     return _map(_over, step, _roots(scale))
 
 

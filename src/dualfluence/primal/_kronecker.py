@@ -65,7 +65,7 @@ class EKFAC(AbstractPrimalSolver):
 
 
 class Block(eqx.Module):
-    """An orthonormal basis of one place, `left ⊗ right`, and its eigenvalues.
+    """An orthonormal basis `left ⊗ right` for the parameters of one `Place`, and the eigenvalues.
 
     `left` is `None` for one-hot rows, whose factor is diagonal as it stands; a leaf without factors
     has `(1, size, size)` as `right`, or `None` where only its diagonal is kept.

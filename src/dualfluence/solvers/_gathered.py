@@ -64,7 +64,8 @@ def _tiny(like: Array) -> float:
 
 
 def rows_that_count(weights: np.ndarray) -> np.ndarray | None:
-    """Every point with a weight and some without; `None` where more than half have one.
+    """Positions of all points with a weight, filled up with some that have none; `None` if more than
+    half of the points have a weight.
 
     The block has one of a few sizes (a half of all points, 3/8, 1/4, 3/16, ...), so that later requests
     find compiled programs.

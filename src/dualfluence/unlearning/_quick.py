@@ -32,7 +32,8 @@ from ._anchor import Anchor
 
 
 class Eliminated(NamedTuple):
-    """The eliminated points as a step reads them: fields of `Gone`, with or without the room past them."""
+    """The eliminated points in the form that a step needs: fields of `Gone`, with or without the spare
+    space after them."""
 
     rows: Float[AnyArray, "kc nc"]
     T: Float[AnyArray, "kc kc"]
@@ -43,11 +44,12 @@ class Eliminated(NamedTuple):
 
 @dataclass(eq=False)
 class Room:
-    """Arrays that all proposals write into, each past the points of the state that it begins with.
+    """Arrays shared by all proposals. A proposal writes after the points of the state it starts from.
 
     - `rows`: the anchor's `N` at the eliminated points, `(capacity·c, n·c)`.
     - `T`: `(capacity·c, capacity·c)`, as in this file's head.
-    - `marks`: for each point in `rows` a mark of its own, by which a proposal sees that it was overwritten.
+    - `marks`: a unique mark for each point in `rows`. From it a proposal can tell that its rows were
+      overwritten by another.
     """
 
     rows: Float[AnyArray, "kc nc"]
@@ -55,7 +57,8 @@ class Room:
     marks: list[object]
 
     def wrote(self, place: int) -> object:
-        """The mark of what now stands at `place`; nothing stands after it."""
+        """Returns the mark of the entry just written at `place`. Entries after it are no longer
+        valid."""
         self.marks[place:] = [object()]
         return self.marks[-1]
 
@@ -64,16 +67,18 @@ class Room:
 class Gone:
     """Points eliminated since the anchor, in order, in arrays with room for more.
 
-    Past `count` the arrays of `room` are scratch, where `C` is zero. On a CPU all arrays are the host's, and
-    `C` and `points` are written in place too.
+    Beyond index `count`, the arrays of `room` may hold anything, and `C` is zero there. On a CPU all
+    arrays are the host's, and `C` and `points` are written in place too.
 
-    - `room`: what stands for the points in `N`.
+    - `room`: the `Room` that holds the rows of `N` for these points.
     - `C`: `(capacity, c, c)`.
-    - `forces`: at these points, less the anchor's `α`, where `α` is the force at those that are left.
+    - `forces`: at the eliminated points, the force per unit of `λm` that keeps their dual variables as
+      they are, minus the anchor's `α`. At the points that are left, the force per unit is the anchor's
+      `α`.
     - `points`: which they are.
     - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
       requests bring them.
-    - `place`: `count` where a program reads it; `None` on a CPU.
+    - `place`: the number `count` as an array on the device, for compiled programs; `None` on a CPU.
     - `count`: points eliminated.
     - `mark`: of the last of them.
     """
@@ -144,8 +149,8 @@ def on_host() -> bool:
 
 
 def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
-    """Room for `capacity` points. On a CPU `T` takes memory as it is used, and `rows` at once: new pages for
-    those of one point cost a request 0.3 ms."""
+    """Room for `capacity` points. On a CPU, memory for `T` is allocated as it is used, but memory for
+    `rows` all at once, because allocating the rows of one point during a request takes 0.3 ms."""
     (n, c), dtype = anchor.alpha.shape, anchor.N.dtype
     capacity = min(capacity, n)
     xp: Any = np if on_host() else jnp
@@ -166,7 +171,8 @@ T_ = TypeVar("T_")
 
 
 def committed(arrays: T_, like: jax.Array) -> T_:
-    """Bound to the device of `like`, as what the programs return is: else they would compile twice."""
+    """Commit the arrays to the device of `like`, like the outputs of the programs; otherwise the
+    programs would compile twice."""
     # Sharded arrays are bound to their mesh already.
     if len(like.devices()) > 1:
         return arrays
@@ -227,7 +233,8 @@ HOST = Algebra(np, lambda A, B: _solve(A, B), _spread)
 def next_row(
     T: Float[AnyArray, "kc kc"], C: Float[AnyArray, "k c c"], seen: Float[AnyArray, "kc c"]
 ) -> Float[AnyArray, "c kc"]:
-    """Of `T`, left of its diagonal, for a point at which the rows of `N` are `seen`."""
+    """The next row of `T`, left of its diagonal, for a new point; `seen` are the rows of `N` at this
+    point."""
     c = seen.shape[1]
     held = (C @ (T @ seen).reshape(-1, c, c)).reshape(-1, c)
     return held.T @ T
@@ -244,7 +251,8 @@ def make_step(
     kept: Float[AnyArray, " n"],
     i: Int[AnyArray, ""] | int,
 ) -> Step:
-    """The formulas of this file's head, for a point `i` that is the last one of `held`, without its `C`.
+    """The formulas at the top of this file, for point `i`. It is the last one in `held`, and its `C` is
+    not known yet.
 
     `seen` are the rows of `held` at the point, and `row` is its own row of `T`.
     """

@@ -34,8 +34,9 @@ def load_scene(
     - `model`: a file of `Fitted.save`, or `module:function` that returns `(apply_fn, params)` or a kernel;
       `None` for the network of the demo on `mnist-small`.
     - `network`: for a file, the `module:function` that it was fitted with.
-    - `data`: an `.npz` file with `x`, `y`, `xq`, `yq`; of a saved model only its queries are used.
-    - `points`: the first so many training points.
+    - `data`: an `.npz` file with `x`, `y`, `xq`, `yq`. If the model is a saved one, only the queries in
+      this file are used.
+    - `points`: how many training points to use, counted from the first.
     - `queries`: the first so many queries.
     - `ridge`: of a model that is fitted here.
     """
