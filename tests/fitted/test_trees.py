@@ -298,7 +298,7 @@ def test_other_trees_and_dtypes(tmp_path, kind):
     np.testing.assert_allclose(fitted.predict(x), A @ theta + shift, atol=1e-9)
     assert jax.tree.structure(fitted.x) == jax.tree.structure(x)
     if kind == "named tuple":
-        with pytest.raises(ValueError, match="files can hold dicts with names, tuples and lists"):
+        with pytest.raises(ValueError, match="hold only dicts with string keys, tuples and lists"):
             fitted.save(tmp_path / "a.npz")
         return
     fitted.save(tmp_path / "a.npz")

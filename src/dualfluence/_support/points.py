@@ -159,8 +159,8 @@ def _plain(node: Any) -> list[object] | int | None:
     if type(node) is dict and all(type(key) is str for key in node):
         return ["dict", {key: _plain(part) for key, part in node.items()}]
     raise ValueError(
-        f"save: features are a tree with a {type(node).__name__} in it; files can hold dicts "
-        "with names, tuples and lists. Use such a tree for the features of the model."
+        f"save: the features contain a {type(node).__name__}. A file can hold only dicts with string "
+        "keys, tuples and lists. Use a tree of these for the features of the model."
     )
 
 

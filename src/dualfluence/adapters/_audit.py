@@ -122,14 +122,18 @@ def _fitted(
 ) -> Evidence:
     if x is not None or y is not None:
         raise ValueError(
-            "audit: a Fitted is audited on the points that it was fitted on; leave out x and y, or give "
-            "the model itself instead."
+            "audit: x and y cannot be given with a Fitted, which is audited on the points that it was "
+            "fitted on; leave out x and y, or give the model from which it was fitted."
         )
     if encoder is not None:
-        raise ValueError("audit: a Fitted has features already; give x_test as its queries.")
+        raise ValueError(
+            "audit: encoder= cannot be used with a Fitted, which has features already. Give x_test in the "
+            "form of its features."
+        )
     _check_pair(x_test, y_test)
-    if np.count_nonzero(model.data.sample_weights) < FEWEST:
-        raise ValueError(f"audit: expected at least {FEWEST} points with a weight.")
+    count = np.count_nonzero(model.data.sample_weights)
+    if count < FEWEST:
+        raise ValueError(f"audit: expected at least {FEWEST} points with a weight, got {count}.")
     return from_fitted(model, classes, x_test, y_test)
 
 
@@ -147,14 +151,20 @@ def _given(
     if y is None or (x is None and not _is_matrix(model)):
         raise ValueError("audit: expected x and y, the points and their labels, or a Fitted.")
     if classes is not None:
-        raise ValueError("audit: classes name the outputs of a Fitted; here they are read from y.")
+        raise ValueError(
+            "audit: classes= is only for a Fitted, where classes name the outputs of the model. Here the "
+            "names are read from y: leave classes out."
+        )
     _check_pair(x_test, y_test)
     if task is None and _is_estimator(model):
         task = _task_of_estimator(model, y)
     targets, names, test_targets = _targets(y, y_test, task)
     if _is_estimator(model):
         if encoder is not None:
-            raise ValueError("audit: put the encoder in front of the pipeline, or give model=None.")
+            raise ValueError(
+                "audit: encoder= cannot be used with an estimator. Put the encoder in front of its pipeline, "
+                "or give model=None."
+            )
         _check_length(len(targets), _length(x), "x")
         return _estimator(model, x, y, x_test, targets, names, test_targets)
     points, asked = _points(model, x, x_test, encoder)
@@ -295,9 +305,9 @@ def _network(model: Any, source: AbstractSource, data: _Data, ridge: float | Non
             test = None if test is None else test[:, None].astype(float)
     if n * c > MOST_UNKNOWNS:
         raise ValueError(
-            f"audit: {n} points and {c} outputs are {n * c} unknowns of the network's own loss, more than "
-            f"{MOST_UNKNOWNS}. Give its features as encoder= with model=None, or fit a low-rank model "
-            "(dualfluence.low_rank) and audit that."
+            f"audit: with the network's own loss, {n} points and {c} outputs make {n * c} unknowns; at most "
+            f"{MOST_UNKNOWNS} are possible. Give the network's features as encoder= with model=None, or fit "
+            "a low-rank model (dualfluence.low_rank) and audit it."
         )
     note = "ridge as given"
     if ridge is None:

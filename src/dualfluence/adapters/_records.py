@@ -134,7 +134,8 @@ def _optax_moments(state: Any) -> tuple[int, Moments]:
     counts = {int(each.count) for each in found}
     if len(counts) > 1 or counts == {0}:
         raise ValueError(
-            f"adam_record: expected one number of steps, at least 1, got {sorted(counts)}."
+            "adam_record: all parameters must have the same step count, at least 1; got "
+            f"{sorted(counts)}."
         )
     moments = {_names(path): v for each in found for path, v in jax.tree.leaves_with_path(each.nu)}
     return counts.pop(), moments
@@ -170,8 +171,8 @@ def _torch_options(state: dict[str, Any]) -> dict[str, Any]:
         )
     if any(g.get("initial_lr", g["lr"]) != g["lr"] for g in groups):
         raise ValueError(
-            "adam_record: a scheduler has changed the learning rate. Give learning_rate, that of every "
-            "step in a sequence."
+            "adam_record: a scheduler has changed the learning rate. Give learning_rate as a list with the "
+            "rate of every step."
         )
     return dict(zip(keys, found.pop(), strict=True))
 
@@ -188,7 +189,9 @@ def _torch_moments(state: dict[str, Any], names: Sequence[str] | None) -> tuple[
     held = state["state"]
     counts = {int(held[index]["step"]) for index in order if index in held}
     if len(counts) != 1:
-        raise ValueError(f"adam_record: expected one number of steps, got {sorted(counts)}.")
+        raise ValueError(
+            f"adam_record: all parameters must have the same step count, got {sorted(counts)}."
+        )
     moments = {
         (name,): held[index]["exp_avg_sq"].detach().cpu().numpy()
         for name, index in zip(called, order, strict=True)

@@ -169,7 +169,7 @@ class Attribution(Shown):
         if long or tokens:
             return pd.DataFrame(self._long(tokens, k))
         if k is not None:
-            raise ValueError("to_pandas: k needs long=True.")
+            raise ValueError("to_pandas: k needs long=True. Give both, or leave k out.")
         frame = pd.DataFrame(np.asarray(self.values))
         frame.index.name, frame.columns.name = "query", "train"
         return frame

@@ -260,8 +260,9 @@ def leave_one_out(
         return DenseForm(terms, ridges, first_order, op)
     if first_order:
         raise ValueError(
-            f"attribute: first_order=True needs a factorisation, and {type(op).__name__} of this size "
-            "or loss has none here. Leave it out: each point is then one linear solve."
+            "attribute: first_order=True needs a factorisation, which is not available for a "
+            f"{type(op).__name__} of this size or with this loss. Leave first_order out: each point is then "
+            "one linear solve."
         )
     return batched
 

@@ -118,8 +118,8 @@ def chosen(
         probes = LeadingProbes(probes) if c <= LEADING_WIDTH else RandomProbes(probes)
     if probes.m > rank:
         raise ValueError(
-            f"Trajectory: {probes.m} probes, but the loss curves in at most {rank} directions of the "
-            f"{c} outputs. probes=None is exact, with {rank}."
+            f"Trajectory: got {probes.m} probes, but the loss has curvature in at most {rank} of the {c} "
+            f"output directions. probes=None gives the exact scores, with {rank} directions per point."
         )
     return probes, ""
 

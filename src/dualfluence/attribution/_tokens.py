@@ -93,8 +93,9 @@ def _check_no_padding(name: str, ids: Any, y: np.ndarray) -> None:
                 for row, own in zip(ids, y, strict=True) if (own != IGNORED).any()]  # fmt: skip
     if rows and (found := padding_of(rows)):
         raise ValueError(
-            f"{name}: the inputs have no attention_mask, but {found}, which would count as text. Keep the "
-            "tokenizer's attention_mask among the inputs, or give one of ones if these tokens are text."
+            f"{name}: the inputs have no attention_mask, but {found}. Without a mask it would count as text. "
+            "Keep the tokenizer's attention_mask among the inputs. If these tokens are text, give an "
+            "attention_mask that is 1 everywhere."
         )
 
 

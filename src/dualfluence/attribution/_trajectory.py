@@ -79,8 +79,8 @@ class Trajectory(Shown):
     - `preconditioner`: for Adam and similar optimisers. Parameter pytrees (or a function of k) that
       hold the diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
       `adapters.adam_record` reads it from the state of Optax or PyTorch.
-    - `weight_decay`: that of training, plain L2 for SGD and decoupled (AdamW) with a preconditioner. It
-      adds to the ridge that stands for stopping.
+    - `weight_decay`: the weight decay of training, plain L2 for SGD and decoupled (AdamW) with a
+      preconditioner. It is added to the ridge `1/(κηs)`.
     - `kappa`: `κ`; `KAPPA` explains the default 3.
     - `trainable`: as in `linearize`.
     """
@@ -140,8 +140,8 @@ class Trajectory(Shown):
         given: Any = self.apply_fn
         if getattr(as_network(given), "scale", None) is not None:
             raise ValueError(
-                "Trajectory: the model has a scale, which belongs to a ridge in training; here "
-                "the ridge stands for training that stopped. Give the model without the scale, "
+                "Trajectory: the model has a scale. A scale describes a penalty in training, but the ridge "
+                "of a Trajectory imitates training that stopped early. Give the model without the scale, "
                 "and the diagonal of the optimiser as preconditioner."
             )
         apply_fn, trainable = opened("Trajectory", given, self.trainable)
@@ -221,21 +221,22 @@ def attribute_runs(
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
 
-    One kernel at a time: memory is that of one system and its Cholesky factor, twice the square of `n`
-    times the probes; in the exact form, `2(n·c)²` numbers.
+    There is one kernel at a time: memory holds one system and its Cholesky factor, twice the square of
+    `n` times the probes; in the exact form, `2(n·c)²` numbers.
 
     **Arguments:**
 
     - `trajectories`: one per run; more runs give better scores.
     - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
-    - `loss`: that of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the network
-      returns `(n, T, V)`.
+    - `loss`: the loss of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the
+      network returns `(n, T, V)`.
     - `of`: what is measured, as in `Fitted.attribute`.
-    - `question`: `"subset"` ranks points by what subsets of them do to a network trained anew: the mean over
-      checkpoints. `"point"` is what leaving out one point does to these very runs, in the unit of the
-      quantity: backwards through the checkpoints, of which the last must be the end of training. The best
-      scores for one question are not the best for the other. `kappa`, `combine`, `leverage`, `method`,
-      `worker` and `mesh` belong to `"subset"`.
+    - `question`: `"subset"` gives scores to be added over subsets: the sum ranks how much leaving a
+      subset out changes a newly trained network. They are means over checkpoints. `"point"` is what
+      leaving out one point does to these very runs, in the unit of the quantity: backwards through the
+      checkpoints, of which the last must be the end of training. The best scores for one question are
+      not the best for the other. `kappa`, `combine`, `leverage`, `method`, `worker` and `mesh` belong to
+      `"subset"`.
     - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
       all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most

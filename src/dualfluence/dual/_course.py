@@ -142,11 +142,11 @@ class Goal(NamedTuple):
     """When a run ends.
 
     - `distance`: bound on `‖θ − θ*‖` to reach, or `None`.
-    - `relative`: that bound over `‖θ − θ₀‖`, or `None`.
-    - `max_steps`: at most so many steps; exactly so many where no bound is given.
+    - `relative`: bound on `‖θ − θ*‖ / ‖θ − θ₀‖` to reach, or `None`.
+    - `max_steps`: the largest number of steps; without a bound, the exact number of steps.
     - `by_default`: whether `relative` is the tolerance of the dtype, which nobody asked for.
-    - `min_steps`: at least so many steps. However near the model before an edit already is, it is not the
-      model after it.
+    - `min_steps`: the smallest number of steps. An edit takes at least one, because the model before it,
+      however near, is not the answer.
     """
 
     distance: float | None
@@ -169,7 +169,7 @@ class Goal(NamedTuple):
 
 
 def fit_goal(tolerance: float | None, max_steps: int, dtype: DTypeLike) -> Goal:
-    """To a relative distance, by default the one that a fit in this dtype aims for."""
+    """The goal of a fit: a relative distance, by default the tolerance of this dtype."""
     relative = default_tolerance(dtype) if tolerance is None else tolerance
     return Goal(None, relative, max_steps, tolerance is None)
 
@@ -305,7 +305,8 @@ class Course:
         return surer
 
     def confirm(self, goal: Goal) -> None:
-        """Whether this is the end also after a fresh product; if not, the column goes on from there."""
+        """Whether the column is still done after a fresh product; if not, it continues from this
+        product."""
         cert = self.certificate
         still = {
             "met": goal.met(cert),

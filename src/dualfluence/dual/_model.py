@@ -78,7 +78,8 @@ class DualModel(abc.ABC):
         return self.state.alpha.dtype == np.float64
 
     def precision(self) -> AbstractContextManager[Any]:
-        """A scope for computing with raw fields (`state`, `kernel_op`, …) in the precision of the model.
+        """A scope for computing with fields such as `state` and `kernel_op` in the precision of the
+        model.
 
         It switches 64-bit types on for a model that keeps its dual variables in float64. You do not
         need it for `alpha`, `params()`, `predict` and similar calls.
@@ -253,7 +254,7 @@ class TrainedModel(DualModel):
     def _remaining(self, until: float | None, what: str = "edit: until") -> float | None:
         """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing.
 
-        `what` is the option that asks, for messages.
+        `what` is the name of the option, for messages.
         """
         ref = self.reference
         if until is None:

@@ -175,8 +175,8 @@ class Fitted(Shown, TrainedModel):
         """
         if self.layout.sharding is not None:
             raise ValueError(
-                "with_jacobian: read-outs on a mesh are computed on the devices of the rows, "
-                "without J."
+                "with_jacobian: the rows of this model are on a mesh, where read-outs are computed "
+                "without J. Use the model as it is, or fit without mesh."
             )
         model, rows = self._network, self.data.num_points * self.num_outputs
         size = jnp.dtype(model.dtype).itemsize

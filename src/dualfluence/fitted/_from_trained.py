@@ -84,13 +84,14 @@ def from_trained(
     `inf`. `fidelity` says how far the network is from a stationary point and from its linearisation. If
     one of them is far, there is a `FidelityWarning`.
 
-    With a scale `P` of the ridge, `PJᵀ` replaces `Jᵀ`, and norms, also that of the gap, are those of `P⁻¹`.
+    With a scale `P` of the ridge, `PJᵀ` replaces `Jᵀ`, and all norms, also the norm of the gap, are
+    taken with `P⁻¹`.
 
     **Arguments:**
 
-    - `model`: `linearize(apply_fn, θ₀)` with the parameters towards which the ridge pulls, or a model
-      of `adapters` at these parameters. Its scale is that of your training, e.g. of a weight-decay
-      mask.
+    - `model`: `linearize(apply_fn, θ₀)` with the parameters towards which the ridge pulls, or a model of
+      `adapters` at these parameters. Its scale must describe the penalty of your training, e.g. a
+      weight-decay mask.
     - `trained_params`: `θ`, a pytree like `θ₀`.
     - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
       at `θ₀` (`"initial"`, as the paper does). The same for linear models.

@@ -97,7 +97,7 @@ def check_operator(name: str, op: object) -> None:
 
 
 def kernel_options(what: str, kernel: KernelArgument) -> KernelOptions:
-    """The options that `kernel=` stands for."""
+    """The `KernelOptions` for the argument `kernel=`."""
     if kernel is None:
         return KernelOptions()
     if isinstance(kernel, KernelOptions):
@@ -146,9 +146,9 @@ AUTO = Auto()
 class Settings(NamedTuple):
     """What the caller asked of a run.
 
-    - `what`: who asks, for messages.
+    - `what`: the name of the calling function, for messages.
     - `solver`: of the linear systems.
-    - `rtol`: relative residual of the last of them; `None` for the dtype's own.
+    - `rtol`: relative residual of the last linear system; `None` for the default of the dtype.
     - `on_failure`: whether an answer short of its goal is an error.
     - `progress`: where to report.
     """

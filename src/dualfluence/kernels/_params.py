@@ -120,8 +120,8 @@ def _collections(params: PyTree) -> frozenset[str]:
 def opened(what: str, given: Any, trainable: Trainable) -> tuple[ApplyFn, Trainable]:
     """`apply_fn` and its trainable leaves, from a function or from a network that holds both.
 
-    A network of `linearize` or `adapters` is recognised by its attributes, because this module comes
-    before theirs.
+    A network of `linearize` or `adapters` is recognised by its attributes, because the modules of both
+    come after this one.
     """
     network = getattr(given, "linearized", given)
     if not hasattr(network, "as_given"):
@@ -298,7 +298,7 @@ class Shifted(eqx.Module):
 
     @property
     def mask(self) -> tuple[bool, ...]:
-        """Which leaves of this tree are trained: those of the move."""
+        """Which leaves of this tree are trained: only the leaves of `move`."""
         base, roots = len(jax.tree.leaves(self.base)), len(jax.tree.leaves(self.roots))
         return (*[False] * (base + roots), *[True] * len(jax.tree.leaves(self.move)))
 

@@ -99,8 +99,8 @@ class Nystrom(AbstractPrimalSolver):
         slack = SINGULAR * float(jnp.finfo(dtype).eps) * max(float(high), 0.0)
         if float(low) < -slack:
             raise ValueError(
-                f"Nystrom: the Hessian is indefinite, eigenvalue {float(low):.3g} of at most "
-                f"{float(high):.3g} on the drawn directions. Use hessian='gauss-newton'."
+                "Nystrom: the Hessian is indefinite. On the drawn directions its smallest eigenvalue is "
+                f"{float(low):.3g} and its largest {float(high):.3g}. Use hessian='gauss-newton'."
             )
         facts: Json = {"products": rank + 1}
         return _LowRank("Nystrom", curvature, basis, np.asarray(values), self, facts).checked()

@@ -72,7 +72,8 @@ class Place:
         return jnp.concatenate(lefts, axis=-1), pairs[0][1].astype(dtype)
 
     def gather(self, leaves: Sequence[Any]) -> Array:
-        """The leaves as `(b, m, n)`; those of other places are not read, and may be `None`."""
+        """The leaves of this place as `(b, m, n)`; leaves of other places are not read, and may be
+        `None`."""
         b, _, _, n = self.sizes
         parts = [
             jnp.reshape(leaves[k], (-1,))[order].reshape(b, m, n)
@@ -148,7 +149,7 @@ class Places:
 
 
 _KEPT = Kept[Places](16)
-"""Places of functions, so that repeated requests compile nothing."""
+"""Places of functions, so that repeated requests need no compilation."""
 
 
 def find_places(model: Linearized, x: AnyLeaf) -> Places:

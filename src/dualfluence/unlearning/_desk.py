@@ -175,7 +175,7 @@ class Desk:
         return self._answer("add", _listed(ids), arrays, until)
 
     def _rows(self, x: Inputs) -> np.ndarray:
-        """Features of a request as rows: those of a tree of arrays packed, as the model keeps them."""
+        """Features of a request as rows; a tree of arrays is packed, as in the model."""
         form = self.model.data.form
         return np.asarray(x) if form is None else np.asarray(form.pack("request x", x))
 
@@ -333,7 +333,7 @@ class Desk:
         root: str | None = None,
         retained: int | None = None,
     ) -> Json:
-        """Write a line; `root` and `retained` are those of the state unless the request changes them."""
+        """Write a line; `root` and `retained` come from the state unless the request changes them."""
         blind = secrets.token_hex(16)
         names = references or []
         return self.ledger.append(

@@ -150,7 +150,7 @@ class Engine:
     def _polished(
         self, work: Work, data: TrainingSet, found: Found, limit: float, until: float | None
     ) -> Work:
-        """Further steps with the same inverse; where they no longer help, start anew."""
+        """Further steps with the same inverse; if they no longer help, a new start."""
         gone, programs, shares, ridge = work.gone, work.programs, work.shares, work.fitted.ridge
         assert gone is not None
         assert programs is not None

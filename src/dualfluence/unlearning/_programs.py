@@ -58,7 +58,7 @@ class RequestPrograms(NamedTuple):
 
 
 class Programs:
-    """Programs of one anchor. `weights` are those of the objective, summing to one."""
+    """Programs of one anchor. `weights` are the weights of the objective, which sum to one."""
 
     def __init__(self, anchor: Anchor) -> None:
         leaves, tree = jax.tree.flatten(anchor)
@@ -75,8 +75,8 @@ class Programs:
         shares: np.ndarray,
         weights: np.ndarray,
     ) -> tuple[Gone, Found]:
-        """Points one after another. `shares` are those of the anchor, `weights` the present sample
-        weights."""
+        """Leave points out one after another. `shares` are the weights at the anchor, which sum to one;
+        `weights` are the present sample weights."""
         if gone.on_host:
             left = np.where(weights > 0, shares, 0)
             return self._left_on_host(gone, state, points, left)
@@ -143,7 +143,7 @@ class Programs:
 
 @lru_cache(maxsize=16)
 def _compiled(tree: Any, fixed: tuple[tuple[Any] | None, ...]) -> RequestPrograms:
-    """Programs for anchors of one structure; those of the next anchor are the same."""
+    """Programs for anchors of one structure; the next anchor uses the same programs."""
 
     def anchor_of(arrays: tuple[Array, ...]) -> Anchor:
         rest = iter(arrays)

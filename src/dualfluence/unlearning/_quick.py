@@ -1,19 +1,20 @@
-r"""Leaving points out one after another, each by a small solve with the anchor's inverse.
+r"""Leave points out one after another, each by a small solve with the anchor's inverse.
 
 With the sums of weights as they were at the anchor, removing a point of share `m` drops its term and lowers
 the ridge by $\lambda m$. A step is what a force `x` on the dual variables does (see the page on theory):
 
 $$K\Delta\alpha = Nx,\qquad \Delta\alpha = \tfrac1\lambda\left(x - W_0K\Delta\alpha\right).$$
 
-It is $\lambda m\alpha$ at the points that are left, and at the set `S` of eliminated ones whatever makes
-$\Delta\alpha_i = -\alpha_i$ at the new one and zero at the others. To eliminate point `i` is to change the
-inverse by rank `c`:
+The force is $\lambda m\alpha$ at the points that are left. At the set `S` of eliminated points it is
+whatever makes $\Delta\alpha_i = -\alpha_i$ at the new point and zero at the others. Eliminating point
+`i` changes the inverse by rank `c`:
 
 $$N \leftarrow N + YCY^\top,\quad Y = N_{\cdot i},\quad
   C = (I - W_iN_{ii})^{-1}W_i = R_i(I - R_i^\top N_{ii}R_i)^{-1}R_i^\top .$$
 
-No column of a changed inverse is ever formed. They are combinations `T` of the anchor's own, which is all
-that is held: $N + N_{\cdot S}T^\top CTN_{S\cdot}$, with one block of `C` a point and `T` triangular. A step
+No column of a changed inverse is ever formed, because these columns are combinations `T` of columns of
+the anchor's inverse. Only `T`, `C` and the anchor's rows are held: the changed inverse is
+$N + N_{\cdot S}T^\top CTN_{S\cdot}$, with one block of `C` for each point and `T` triangular. A step
 then reads the eliminated rows of the anchor's `N` once, with one vector.
 """
 
@@ -68,19 +69,19 @@ class Gone:
     """Points eliminated since the anchor, in order, in arrays with room for more.
 
     Beyond index `count`, the arrays of `room` may hold anything, and `C` is zero there. On a CPU all
-    arrays are the host's, and `C` and `points` are written in place too.
+    arrays are NumPy arrays, and `C` and `points` are written in place too.
 
     - `room`: the `Room` that holds the rows of `N` for these points.
     - `C`: `(capacity, c, c)`.
     - `forces`: at the eliminated points, the force per unit of `λm` that keeps their dual variables as
       they are, minus the anchor's `α`. At the points that are left, the force per unit is the anchor's
       `α`.
-    - `points`: which they are.
-    - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
-      requests bring them.
+    - `points`: positions of the eliminated points.
+    - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU,
+      where each request passes them.
     - `place`: the number `count` as an array on the device, for compiled programs; `None` on a CPU.
-    - `count`: points eliminated.
-    - `mark`: of the last of them.
+    - `count`: number of eliminated points.
+    - `mark`: the mark of the last eliminated point.
     """
 
     room: Room
@@ -108,11 +109,12 @@ class Gone:
 
     @property
     def eliminated(self) -> Eliminated:
-        """The points with the room past them, as programs on a device take them."""
+        """The points with the spare space after them, as programs on a device take them."""
         return Eliminated(self.rows, self.T, self.C, self.forces, self.points)
 
     def first(self, count: int) -> Eliminated:
-        """The first `count` points without the room past them, as views that NumPy can write to."""
+        """The first `count` points without the spare space after them, as views that NumPy can write
+        to."""
         end = count * self.C.shape[1]
         arrays = self.rows[:end], self.T[:end, :end], self.C[:count], self.forces[:end]
         return Eliminated(*arrays, self.points[:count])
@@ -126,7 +128,8 @@ Scalar = Float[AnyArray, ""] | np.floating | float
 
 
 class Step(NamedTuple):
-    """What leaving one point out does: `Δα`, `KΔα`, its rounding, and what elimination needs later."""
+    """The effect of leaving one point out: `Δα`, `KΔα`, the rounding of `KΔα`, and what elimination
+    needs later."""
 
     delta: Float[AnyArray, "n c"]
     k_delta: Float[AnyArray, "n c"]
@@ -144,7 +147,8 @@ class Algebra(NamedTuple):
 
 
 def on_host() -> bool:
-    """Whether small algebra goes to NumPy: on a CPU it has no program to start and no copy to make."""
+    """Whether small algebra is done by NumPy. On a CPU NumPy has no program to start and no copy to
+    make."""
     return jax.default_backend() == "cpu"
 
 
@@ -180,7 +184,7 @@ def committed(arrays: T_, like: jax.Array) -> T_:
 
 
 class Fixed(NamedTuple):
-    """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is the anchor's own."""
+    """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is `α` at the anchor."""
 
     N: Float[AnyArray, "nc nc"]
     alpha: Float[AnyArray, "n c"]
@@ -214,7 +218,7 @@ def step_on_host(
 
 
 def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """`A⁻¹B`, or NaN where there is none, as on a device."""
+    """`A⁻¹B`, or NaN if `A` is singular, as on a device."""
     try:
         return np.linalg.solve(A, B)
     except np.linalg.LinAlgError:
@@ -254,7 +258,7 @@ def make_step(
     """The formulas at the top of this file, for point `i`. It is the last one in `held`, and its `C` is
     not known yet.
 
-    `seen` are the rows of `held` at the point, and `row` is its own row of `T`.
+    `seen` are the rows of `held` at point `i`, and `row` is the row of `T` for this point.
     """
     xp, start, ridge, forces = algebra.xp, fixed.alpha, fixed.ridge, held.forces
     W, R, scale = fixed.hess[i], fixed.roots[i], ridge * share
@@ -284,7 +288,7 @@ def make_correction(
     kept: Float[AnyArray, " n"],
     scale: Scalar,
 ) -> tuple[AnyArray, AnyArray, Scalar]:
-    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and its rounding."""
+    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and the rounding of `KΔα`."""
     # A correction is for the points that are left: the others have no equation any more.
     rho = -scale * rho * kept[:, None]
     pushed = (fixed.N @ rho.reshape(-1)).reshape(rho.shape)
@@ -304,7 +308,7 @@ def _settled(
     kept: Float[AnyArray, " n"],
     wanted: Float[AnyArray, "n c"],
 ) -> tuple[AnyArray, Scalar]:
-    """`Δα` of a force, as `wanted` where nothing is kept, and what rounding `KΔα` has."""
+    """`Δα` of a force, replaced by `wanted` at points that are not kept, and the rounding of `KΔα`."""
     delta = (force - (fixed.hess @ k_delta[:, :, None])[:, :, 0]) / fixed.ridge
     settled = xp.where(kept[:, None] > 0, delta, wanted)
     # By how much equations at eliminated points are missed adds to KΔα, and so does the error of N.

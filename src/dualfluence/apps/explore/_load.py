@@ -43,7 +43,10 @@ def load_scene(
     if model is not None and ":" not in model:
         return _saved(Path(model), network, data, points, queries)
     if network is not None:
-        raise ValueError("--network goes with a saved model; MODEL is a function already.")
+        raise ValueError(
+            "--network goes with a saved model, but MODEL is module:function or missing. Leave --network "
+            "out."
+        )
     example = model is None and data is None
     first = points or (EXAMPLE_POINTS if example or data is None else None)
     rows = load_data(data, points=first, queries=queries)
@@ -62,7 +65,9 @@ def _saved(
             "with. For a function in place of a file write module:function."
         )
     if points is not None:
-        raise ValueError("--points: a saved model has its own training points.")
+        raise ValueError(
+            "--points cannot be used with a saved model, which has its own training points. Leave it out."
+        )
     fitted = load_fitted(path, network)
     _check_count(fitted.data.num_points)
     title = f"{path.name}, {network}"

@@ -240,7 +240,9 @@ class Session:
 
     def _check_room(self, what: str) -> None:
         if len(self.moments) > self.most_edits:
-            raise ValueError(f"{what}: {self.most_edits} edits are kept; undo some, or reset.")
+            raise ValueError(
+                f"{what}: the limit of {self.most_edits} edits is reached. Undo some, or reset."
+            )
 
     def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Version:
         outputs = np.asarray(fitted.predict(self.scene.xq))

@@ -110,7 +110,7 @@ def experiment(
 
     It trains the network and retrains it once without each set to forget. It compares four methods:
     parameter space, the paper's dual form with the exact Hessian, the same with the Hessian of all
-    points, and ours.
+    points, and our method.
 
     **Arguments:**
 
