@@ -176,8 +176,8 @@ def plan(
 ) -> Plan:
     """Bytes, products and time of every form of `K` for `n` points and `c` outputs.
 
-    Peaks agree with those of the compiled programs within a factor of two; they leave out the
-    features `x` and the parameters themselves.
+    Peaks of memory agree with the peaks of the compiled programs within a factor of two; they leave out
+    the features `x` and the parameters themselves.
 
     **Arguments:**
 
@@ -283,7 +283,7 @@ def _plan_of_sequences(
     stream: float,
     compute: float,
 ) -> Plan:
-    """The methods of `Trajectory` for sequences, the faster of those that fit taken."""
+    """The methods of `Trajectory` for sequences; the choice is the fastest method that fits."""
     rate = given.flops or NETWORK_SHARE * compute
     turns = -(-given.checkpoints // devices)
     forms = []

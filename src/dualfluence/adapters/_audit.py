@@ -1,4 +1,4 @@
-"""`audit`: whatever model, data and labels people have, on the way to findings."""
+"""`audit`: from a model, data and labels of any supported kind to findings."""
 # pyright: reportMissingImports=false
 
 import time
@@ -41,7 +41,8 @@ WHOLE_NUMBERS = 20
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """Points and targets, read: targets as numbers of classes or values, with those of the test set."""
+    """Points and targets after reading, also of the test set: targets are numbers of classes, or
+    values."""
 
     x: Any
     targets: np.ndarray
@@ -94,7 +95,8 @@ def audit(
     - `encoder`: a frozen function from the points (texts, pictures) to an array `(n, d)`.
     - `task`: `"classification"` or `"regression"`. By default it follows from the estimator; if there is
       none, targets with fractional parts mean `"regression"`.
-    - `ridge`: of a network; by default the one of least leave-one-out loss, on a part of the points.
+    - `ridge`: the ridge of a network; by default the ridge with the least leave-one-out loss on a part
+      of the points.
     - `threshold`: probability from which a label is called wrong.
     - `near`: the distance below which points are near duplicates. The unit is the median distance of a
       point to its nearest neighbour.
@@ -187,7 +189,7 @@ def _given(
 
 
 def _points(model: Any, x: Any, x_test: Any, encoder: Any) -> tuple[Any, Any]:
-    """Arrays of points; those of a network or a kernel keep their shape."""
+    """Arrays of points; for a network or a kernel they keep their shape."""
     if encoder is not None:
         encoded = [
             None if p is None else _encoded(encoder, p, what)
@@ -220,7 +222,8 @@ def _encoded(encoder: Callable[[Any], Any], points: Any, what: str) -> np.ndarra
 def _targets(
     y: Any, y_test: Any, task: str | None
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Numbers of classes and their names, or values `(n, c)` and `None`; then those of the test set."""
+    """Numbers of classes and their names, or values `(n, c)` and `None`; then the targets of the test
+    set."""
     labels = as_labels(y, "audit: y")
     asked = None if y_test is None else as_labels(y_test, "audit: y_test")
     if len(labels) < FEWEST:
@@ -276,7 +279,7 @@ def _task_of(labels: np.ndarray) -> str:
 
 
 def _task_of_estimator(model: Any, y: Any) -> str | None:
-    """What it is for; a regressor cannot be for labels that are names."""
+    """The task of an estimator; a regressor cannot predict labels that are names."""
     from sklearn.base import is_classifier, is_regressor
 
     if is_classifier(model):
@@ -324,7 +327,7 @@ def network_words(c: int) -> str:
 
 
 def source_points(source: AbstractSource, x: Any) -> Any:
-    """Points as the network of a source takes them: packed where they are a tree."""
+    """Points as the network of a source takes them: packed if they are a tree."""
     return x if source.form is None else source.form.pack("audit: x", x)
 
 
@@ -349,7 +352,8 @@ def _estimator(
     names: np.ndarray | None,
     test_targets: np.ndarray | None,
 ) -> Evidence:
-    """An estimator of scikit-learn or of ours, fitted first where it is not."""
+    """Evidence from an estimator of scikit-learn or of `adapters`, which is fitted first if
+    necessary."""
     from sklearn.base import clone, is_regressor
     from sklearn.exceptions import NotFittedError
     from sklearn.pipeline import Pipeline
@@ -405,7 +409,8 @@ def _transformed(change: Any, x: Any, what: str) -> np.ndarray:
 
 
 def _linear(last: Any, model: Any, x: Any, labels: np.ndarray, data: _Data) -> Evidence:
-    """Squared error with its own penalty in closed form; a logistic regression while it is small."""
+    """Evidence from a linear estimator: squared error with its own penalty in closed form, or a logistic
+    regression if it is small."""
     kind, names, targets = type(last).__name__, data.classes, data.targets
     wanted = targets if names is None else np.eye(len(names))[targets]
     near = linear(data.x, None), None if data.xq is None else linear(data.x, data.xq)
@@ -464,7 +469,8 @@ def _check_pair(x_test: Any, y_test: Any) -> None:
 
 
 def _check_variety(x: Any) -> None:
-    """Of arrays; points of other forms are for the model to tell apart."""
+    """Raise if all points are equal. Only arrays are checked; points in other forms are left to the
+    model."""
     if is_tree(x) or is_text(x):
         return
     array = np.asarray(x)

@@ -233,7 +233,8 @@ def _settled(
     certificate: Certificate,
     how: str,
 ) -> Work:
-    """The work with a state whose certificate is the dual variables' own, widened by the gap."""
+    """The work with a state. Its certificate is the certificate of the dual variables, widened by the
+    gap."""
     fitted, old = work.fitted, work.fitted.certificate
     reading = fitted._reading(certificate.parameter_norm)
     certificate = replace(certificate, gap=old.gap, certified=old.certified, reading=reading)
