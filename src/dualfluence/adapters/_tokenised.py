@@ -36,8 +36,9 @@ def tokenised(
       labels they are the inputs, where the attention mask is one.
     - `length`: pad to this length instead of the longest. Queries need the length of the training
       sequences: give `length=y.shape[1]`.
-    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The decoder's
-      inputs `decoder_input_ids` are then the labels behind this token; `length` is that of the labels.
+    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The
+      decoder's inputs `decoder_input_ids` are then the labels behind this token; `length` is the length
+      of the labels.
 
     **Returns:** a dict of arrays, which `from_torch` passes to the model by name, and the targets.
     """
@@ -130,7 +131,7 @@ def _own_labels(row: dict[str, Any]) -> np.ndarray:
 
 
 def _check_labels(rows: Sequence[dict[str, Any]], labels: str) -> None:
-    """Raise unless the labels of tokens are as many as the tokens, and padding has none."""
+    """Raise unless there is one label for each token, and padding has no label."""
     for i, row in enumerate(rows):
         own = np.asarray(row[labels])
         if own.ndim == 0:

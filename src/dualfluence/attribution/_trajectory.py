@@ -71,8 +71,8 @@ class Trajectory(Shown):
       a model of `adapters`, whose `read` gives the checkpoints. For sequences of tokens it returns
       `(n, T, V)`.
     - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may be on disk.
-      Checkpoints of the first quarter of training are the most useful. About twenty are good, at first
-      one every half epoch.
+      Checkpoints of the first quarter of training are the most useful. About twenty checkpoints are
+      good, at first one every half epoch.
     - `steps`: optimiser steps before each, increasing.
     - `learning_rate`, `momentum`: of plain SGD; for a schedule, `learning_rate` may be a
       sequence: the mean over the steps up to each checkpoint.
@@ -233,22 +233,23 @@ def attribute_runs(
     - `of`: what is measured, as in `Fitted.attribute`.
     - `question`: `"subset"` gives scores to be added over subsets: the sum ranks how much leaving a
       subset out changes a newly trained network. They are means over checkpoints. `"point"` is what
-      leaving out one point does to these very runs, in the unit of the quantity: backwards through the
-      checkpoints, of which the last must be the end of training. The best scores for one question are
-      not the best for the other. `kappa`, `combine`, `leverage`, `method`, `worker` and `mesh` belong to
-      `"subset"`.
+      leaving out one point does to these very runs, in the unit of the measured quantity; it goes
+      backwards through the checkpoints, and the last checkpoint must be the end of training. The best
+      scores for one question are not the best for the other. `kappa`, `combine`, `leverage`, `method`,
+      `worker` and `mesh` belong to `"subset"`.
     - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
-      all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most
-      a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The notes of the
-      result say what was chosen and left out, and how much the draw of random probes matters.
-    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
-      probes, a system of that size whatever `n` is. For sequences it takes random probes as well, at the
-      price of backward passes alone.
+      all of them, which is exact. `"auto"` is exact if the factor fits in memory and would take at most
+      a second per checkpoint at the rates of `plan`; otherwise it takes three probes, or as many as fit.
+      The notes of the result say what was chosen and left out, and how much the draw of random probes
+      matters.
+    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead
+      of probes, a system of that size whatever `n` is. For sequences it also takes random probes; each
+      costs only its backward passes.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
-    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero
-      if checkpoints and runs disagree on them. Such entries may be due to the random start of the
-      network; see `shrunk`.
+    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero if
+      checkpoints and runs disagree on them. Entries on which they disagree may be due to the random
+      start of the network; see `shrunk`.
     - `tokens`: for sequences, also the part of every training token, `result.tokens` of shape `(q, n, T)`:
       one forward derivative for each pair of query and sequence.
     - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
@@ -357,8 +358,8 @@ BESIDE = 2
 
 @partial(jit, static_argnames="n")
 def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array], Array]:
-    """Sums of scores, of their squares and of what tokens have behind them, on the device; and what is
-    said of probes."""
+    """Sums of scores, of their squares and of the parts of tokens, on the device; and the columns that
+    describe the probes."""
     scores = piece[:, BESIDE : BESIDE + n]
     all_three = scores, scores**2, piece[:, BESIDE + n :]
     sums = all_three if sums is None else jax.tree.map(jnp.add, sums, all_three)
@@ -366,7 +367,8 @@ def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array],
 
 
 def _normalised(run: Trajectory, r: int, k: int, data: Data, options: Options) -> Array:
-    """`S_t` with root mean square one for every query, behind what is said of its probes."""
+    """`S_t` with root mean square one for every query, after columns with numbers that describe its
+    probes."""
     key = key_of(options.probes, r, k)
     given = (run.model(k).reading(data.form), data.x, data.targets, data.xq, data.quantity)
     how: dict[str, Any] = {"loss": options.loss, "ridge": run.ridge(k), "key": key}

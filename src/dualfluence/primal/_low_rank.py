@@ -31,8 +31,8 @@ SINGULAR = 1e3
 class Arnoldi(AbstractPrimalSolver):
     r"""$\sum_{k\le r} v_k v_k^\top/(\mu_k+\delta)$ from the `r` largest eigenpairs of `C`.
 
-    For a symmetric matrix Arnoldi's iteration is that of Lanczos; ours is reorthogonalised. The part of
-    a right-hand side outside the `r` directions is dropped, as in the original method. With
+    For a symmetric matrix Arnoldi's iteration is Lanczos' iteration; ours is reorthogonalised. The part
+    of a right-hand side outside the `r` directions is dropped, as in the original method. With
     `complement=True` it is divided by `δ`. Exact at full rank. The facts report the share of the
     right-hand sides (`captured`) and of the trace of `C` (`captured_trace`) that the directions hold.
 

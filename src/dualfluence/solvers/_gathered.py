@@ -1,4 +1,4 @@
-"""Solve on the block of the points that have a weight, if most points have none."""
+"""Solve on the block of the points that have a weight, if most points have no weight."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Gathered(AbstractDualSolver):
 
     $$(\lambda I + W_SK_{SS})\,\Delta\alpha_S = b_S - W_SK_{SF}\,\Delta\alpha_F .$$
 
-    This gives the same solution with one product with the whole `K`; all others use the block.
+    This gives the same solution with one product with the whole `K`; all other products use the block.
     """
 
     inner: AbstractDualSolver

@@ -55,7 +55,7 @@ class AbstractPreconditioner(eqx.Module):
 
     @property
     def sketch(self) -> Float[Array, "n c r"] | None:
-        """`L` of `K ≈ LLᵀ`, one row per training point; `None` where there is none."""
+        """`L` of `K ≈ LLᵀ`, one row per training point; `None` without a sketch."""
         self._refuse()
 
     def on_rows(self, move: Callable[[Array], Array]) -> "AbstractPreconditioner":

@@ -37,8 +37,8 @@ def load_scene(
     - `data`: an `.npz` file with `x`, `y`, `xq`, `yq`. If the model is a saved one, only the queries in
       this file are used.
     - `points`: how many training points to use, counted from the first.
-    - `queries`: the first so many queries.
-    - `ridge`: of a model that is fitted here.
+    - `queries`: how many queries to use, counted from the first.
+    - `ridge`: the ridge of a model that is fitted here.
     """
     if model is not None and ":" not in model:
         return _saved(Path(model), network, data, points, queries)
