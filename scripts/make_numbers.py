@@ -418,9 +418,10 @@ def text_certified() -> str:
     bound = fitted["relative_bound"] * fitted["parameter_norm"]
     said = (
         f"\nThe head, of norm {digits(fitted['parameter_norm'])}, was trained on "
-        f"{found['sentences']:,} sentences; {100 * fitted['accuracy']:.1f} % of the test sentences get "
-        f"their section.\nTraining itself is certified to {bound:.1e}, and training again stops at the same "
-        "tolerance:\nthe last column holds both errors, and may exceed the bound of the removal alone.\n"
+        f"{found['sentences']:,} sentences. It predicts the right section for "
+        f"{100 * fitted['accuracy']:.1f} % of the test sentences.\nThe original fit is certified to "
+        f"{bound:.1e}, and retraining stops at the same tolerance.\nThe last column contains the errors of "
+        "the removal and of retraining, so it may exceed the bound of the removal.\n"
     )
     return table(head, rows) + said
 

@@ -111,9 +111,9 @@ def agreements() -> Iterator[tuple[str, str]]:
     yield methods, f"our scores and those of `CG` are the same ({last['lds']:.3f})."
     yield (
         methods,
-        f"the sum over checkpoints ({ours['loo_correlation']:.2f}) is worse than the last checkpoint alone "
-        f"({last['loo_correlation']:.2f}), and that is worse than `CG` at three times its damping "
-        f"({cg['loo_correlation']:.2f})",
+        f"the correlation is {ours['loo_correlation']:.2f} for the sum over checkpoints, "
+        f"{last['loo_correlation']:.2f} for the last checkpoint alone with damping `λ`, and "
+        f"{cg['loo_correlation']:.2f} for `CG` with `3·λ`",
     )
     yield (
         methods,

@@ -80,5 +80,5 @@ def test_refused_without_parameters_or_memory(fitted, monkeypatch):
     with pytest.raises(TypeError, match="NystromSource"):
         dfl.fit(narrow, fitted.x, np.arange(11) % 3, **options).with_jacobian()
     monkeypatch.setattr("dualfluence._plan.total_memory", lambda: 100)
-    with pytest.raises(dfl.PlanError, match=r"with_jacobian: the Jacobian takes"):
+    with pytest.raises(dfl.PlanError, match=r"with_jacobian: the Jacobian needs"):
         fitted.with_jacobian()

@@ -127,7 +127,7 @@ def test_statistics_of_training_mode_are_refused_for_what_they_do():
     def train(v, x):
         return net.apply(v, x, train=True, mutable=["batch_stats"])[0]
 
-    with pytest.raises(ValueError, match=r"points see each other.*batch norm"):
+    with pytest.raises(ValueError, match=r"depends on other points.*batch norm"):
         dfl.fit(dfl.linearize(train, variables), X, Y, **OPTIONS)
 
 

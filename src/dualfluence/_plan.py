@@ -176,8 +176,8 @@ def plan(
 ) -> Plan:
     """Bytes, products and time of every form of `K` for `n` points and `c` outputs.
 
-    Peaks agree with those of the compiled programs within a factor of two; they leave out the
-    features `x` and the parameters themselves.
+    Peaks of memory agree with the peaks of the compiled programs within a factor of two; they leave out
+    the features `x` and the parameters themselves.
 
     **Arguments:**
 
@@ -186,7 +186,7 @@ def plan(
     - `dtype`: of the kernel.
     - `devices`, `memory`: number of devices, and bytes of each; by default the memory of this machine's
       devices.
-    - `disk`: free bytes for a store; by default those of the disk that `folder` is on.
+    - `disk`: free bytes for a store; by default the free bytes of the disk that `folder` is on.
     - `rank`: of low-rank kernels and of the preconditioner.
     - `tile`: points per side of a stored tile, as in `store.build`.
     - `activation_bytes`: of the largest activation of one point, if you know it; by default a guess
@@ -283,7 +283,7 @@ def _plan_of_sequences(
     stream: float,
     compute: float,
 ) -> Plan:
-    """The methods of `Trajectory` for sequences, the faster of those that fit taken."""
+    """The methods of `Trajectory` for sequences; the choice is the fastest method that fits."""
     rate = given.flops or NETWORK_SHARE * compute
     turns = -(-given.checkpoints // devices)
     forms = []
@@ -408,8 +408,8 @@ def check_fits(
     """Raise a `PlanError` for an array that does not fit, before anything is allocated."""
     if num_bytes / devices > HARD_SHARE * total_memory():
         raise PlanError(
-            f"{call}: {what} takes {human(int(num_bytes / devices))} per device, and there are "
-            f"{human(total_memory())}, of which it may take {HARD_SHARE:.0%}. {hint}"
+            f"{call}: {what} needs {human(int(num_bytes / devices))} per device. Each device has "
+            f"{human(total_memory())}; at most {HARD_SHARE:.0%} of it may be used. {hint}"
         )
 
 

@@ -87,9 +87,9 @@ def relative_distance(params_a: PyTree, params_b: PyTree) -> float:
 def random_perturbation(key: PRNGKeyArray, params: PyTree, norm: float) -> PyTree:
     """`params` moved by `norm` in a random direction: the paper's baseline.
 
-    The direction is that of a Gaussian vector over all floating leaves, i.e. uniform on the sphere;
-    other leaves are kept. A method that does no better than this at its own `‖Δθ‖` has learned
-    nothing about the edit.
+    The direction is drawn as a Gaussian vector over all floating leaves, i.e. uniformly on the sphere;
+    other leaves are kept. A method that does no better than this at its own `‖Δθ‖` has learned nothing
+    about the edit.
 
     **Returns:** the perturbed parameters, a pytree like `params`.
     """

@@ -137,7 +137,7 @@ MASKED = PADDED_ROWS | {"attention_mask": [[1, 1, 0, 0], [1, 1, 1, 0]]}
         (
             MASKED | {"labels": PADDED_ROWS["input_ids"]},
             {"causal": True},
-            "in sequence 0 labels count where attention_mask is 0, at token 2",
+            "labels of sequence 0 are not -100 at token 2, where attention_mask is 0",
         ),
         (
             [{"input_ids": [1, 2, 3], "labels": [1, 2]}],

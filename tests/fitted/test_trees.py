@@ -298,7 +298,7 @@ def test_other_trees_and_dtypes(tmp_path, kind):
     np.testing.assert_allclose(fitted.predict(x), A @ theta + shift, atol=1e-9)
     assert jax.tree.structure(fitted.x) == jax.tree.structure(x)
     if kind == "named tuple":
-        with pytest.raises(ValueError, match="files can hold dicts with names, tuples and lists"):
+        with pytest.raises(ValueError, match="hold only dicts with string keys, tuples and lists"):
             fitted.save(tmp_path / "a.npz")
         return
     fitted.save(tmp_path / "a.npz")
@@ -355,9 +355,6 @@ def test_queries_and_new_points_must_be_like_the_training_points(fitted):
 def test_what_needs_one_array_says_so():
     with pytest.raises(TypeError, match="tree of arrays need a network made by linearize"):
         dfl.fit(lambda a, b: a["tokens"] @ b["tokens"].T, X, Y, loss=dfl.SquaredError(), ridge=1.0)
-    rival = dfl.attribution.GradDot(transformer, PARAMS)
-    with pytest.raises(TypeError, match="expected one array of numbers, got a dict"):
-        rival.attribute(X, Y, XQ, YQ)
 
 
 def test_a_list_stays_one_array_and_a_tuple_of_numbers_too():

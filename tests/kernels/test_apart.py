@@ -1,4 +1,4 @@
-"""Points that see each other are refused at every door, every time, and no others are."""
+"""Functions whose points depend on each other are refused at every door, every time, and no others are."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=(9, 4)), np.arange(9) % 3
 PARAMS = {"W": jnp.asarray(RNG.normal(size=(4, 6))), "O": jnp.asarray(RNG.normal(size=(6, 3)))}
 OPTIONS = {"loss": dfl.SoftmaxCrossEntropy(), "ridge": 0.1, "progress": False}
-SEES = "points see each other"
+SEES = "output at one point depends on other points"
 
 
 def plain(p, x):

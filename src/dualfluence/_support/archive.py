@@ -125,7 +125,8 @@ def digest_of_array(array: np.ndarray) -> str:
 
 
 def digest_of_all(arrays: PyTree) -> str:
-    """SHA-256 over the leaves of a tree, in order: the digests of arrays, the words of all else."""
+    """SHA-256 over the leaves of a tree, in order: arrays by their digests, other leaves by their
+    `repr`."""
     each = (
         digest_of_array(np.asarray(leaf)) if hasattr(leaf, "dtype") else repr(leaf)
         for leaf in jax.tree.leaves(arrays)

@@ -55,7 +55,8 @@ def as_jax(name: str, value: Numbers) -> jax.Array:
 
 
 def as_dtype(name: str, value: Numbers, dtype: DTypeLike) -> jax.Array:
-    """`value` in this dtype, e.g. that of what was trained on; an error if it cannot hold it."""
+    """`value` in this dtype, e.g. the dtype of the training data; an error if the dtype cannot hold the
+    value."""
     array = as_array(name, value)
     dtype = jnp.dtype(jax.dtypes.canonicalize_dtype(dtype))
     if array.dtype == dtype:
@@ -224,7 +225,7 @@ def check_queries(
 ) -> jax.Array:
     """Queries as an array with the trailing shape and dtype of the training features `x`.
 
-    With a `form` of `points` they are a tree of arrays, and packed like `x`.
+    If `form` (a `points.Form`) is given, the queries are a tree of arrays and are packed like `x`.
     """
     if form is not None:
         return form.pack(name, xq)

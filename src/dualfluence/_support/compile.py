@@ -182,8 +182,8 @@ def widened(tree: PyTree) -> PyTree:
 
 
 def narrowed(tree: PyTree) -> PyTree:
-    """Arrays in float64 as float32; records that define how they are narrowed; everything else
-    unchanged."""
+    """Arrays in float64 become float32, a record with a rule of its own (`_in_float32`) follows that
+    rule, and everything else stays as it is."""
     own = getattr(tree, "_in_float32", None)
     return own() if own is not None else jax.tree.map(_narrower, tree)
 
@@ -193,7 +193,8 @@ def in_own_precision(
 ) -> Callable[Concatenate[S, P], T]:
     """A method of an object with `is_wide`: computed in float64, returned in float32.
 
-    Inside a scope with 64-bit types it does neither, because such callers want all digits.
+    Inside a scope with 64-bit types the method runs as it is, because callers that opened such a scope
+    want all digits.
     """
 
     @wraps(method)

@@ -18,6 +18,6 @@ def padding_of(rows: Sequence[np.ndarray]) -> str:
             if max(runs) > 1 and len(rows) > 1 and everywhere == sum(runs):
                 return (
                     f"{sum(r > 1 for r in runs)} sequences {side} with token {token} up to {max(runs)} "
-                    "times. The token stands nowhere else, so it looks like padding"
+                    "times. The token occurs nowhere else, so it is probably padding"
                 )
     return ""

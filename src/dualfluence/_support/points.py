@@ -133,7 +133,8 @@ class Form:
         return jax.tree.unflatten(self.tree, arrays)
 
     def to_plain(self) -> list[object]:
-        """As lists and names for the header of a file: trees of dicts, tuples and lists have one."""
+        """The form as lists and names, for the header of a file. Only trees of dicts, tuples and lists
+        can be written this way."""
         places = jax.tree.unflatten(self.tree, range(len(self.leaves)))
         return [_plain(places), [[list(shape), dtype] for shape, dtype in self.leaves]]
 
@@ -158,8 +159,8 @@ def _plain(node: Any) -> list[object] | int | None:
     if type(node) is dict and all(type(key) is str for key in node):
         return ["dict", {key: _plain(part) for key, part in node.items()}]
     raise ValueError(
-        f"save: features are a tree with a {type(node).__name__} in it; files can hold dicts "
-        "with names, tuples and lists. Use such a tree for the features of the model."
+        f"save: the features contain a {type(node).__name__}. A file can hold only dicts with string "
+        "keys, tuples and lists. Use a tree of these for the features of the model."
     )
 
 

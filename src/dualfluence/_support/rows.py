@@ -39,7 +39,7 @@ def on_disk(x: Numbers) -> bool:
 
 
 def as_rows(name: str, x: Numbers) -> Rows:
-    """Points on axis 0, on disk where they are on disk, checked block by block."""
+    """Points on axis 0, checked block by block. Points that are on disk stay there."""
     rows = DiskRows(name, x) if on_disk(x) and not isinstance(x, np.ndarray) else None
     found = np.asarray(as_array(name, x)) if rows is None else rows
     check_not_empty(name, found)
@@ -59,8 +59,8 @@ def blocks(rows: Rows) -> Iterator[tuple[int, np.ndarray]]:
 def spool(batches: Iterable[Numbers], path: AnyPath) -> np.memmap:
     """Write batches of rows to one `.npy` file, and return that file as a memory-mapped array.
 
-    For inputs that only come in batches, such as those of a data loader: a kernel reads every row many
-    times. Memory is that of one batch. The file appears under its name when it is whole.
+    Use this for inputs that come only in batches, such as those of a data loader, because a kernel reads
+    every row many times. Memory is that of one batch. The file appears under its name when it is whole.
 
     **Arguments:**
 

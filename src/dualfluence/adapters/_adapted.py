@@ -146,7 +146,8 @@ def adapt(
     reader: Callable[[Any], PyTree],
     rebuild: Callable[[PyTree], Any],
 ) -> Adapted:
-    """The record, from a call of the framework with parameters in the framework's form."""
+    """An `Adapted` from a function that calls the framework's model with parameters in the framework's
+    form."""
     params = jax.tree.map(jnp.asarray, params)
 
     def apply_fn(params: PyTree, x: Any) -> Any:

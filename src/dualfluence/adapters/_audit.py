@@ -1,4 +1,4 @@
-"""`audit`: whatever model, data and labels people have, on the way to findings."""
+"""`audit`: from a model, data and labels of any supported kind to findings."""
 # pyright: reportMissingImports=false
 
 import time
@@ -41,7 +41,8 @@ WHOLE_NUMBERS = 20
 
 @dataclass(frozen=True, eq=False)
 class _Data:
-    """Points and targets, read: targets as numbers of classes or values, with those of the test set."""
+    """Points and targets after reading, also of the test set: targets are numbers of classes, or
+    values."""
 
     x: Any
     targets: np.ndarray
@@ -67,7 +68,8 @@ def audit(
     near: float = 0.25,
     classes: Any = None,
 ) -> Audit:
-    r"""Look for wrong labels, duplicates, leaks, and points that decide all or nothing in a training set.
+    r"""Look in a training set for wrong labels, duplicates, leaks, points that alone determine their
+    prediction, and points that change nothing.
 
     Every point is predicted by a model that was trained without it. One factorisation gives all of these
     models, each without a single point; tools that train by folds leave out a tenth or a fifth at once.
@@ -91,9 +93,10 @@ def audit(
     - `x`, `y`: points and their labels, as arrays, lists or data frames. Labels may be strings.
     - `x_test`, `y_test`: a test set, to look for leaks and, with `y_test`, wrong labels there.
     - `encoder`: a frozen function from the points (texts, pictures) to an array `(n, d)`.
-    - `task`: `"classification"` or `"regression"`; by default what an estimator is for, and without one
-      numbers with a fraction are `"regression"`.
-    - `ridge`: of a network; by default the one of least leave-one-out loss, on a part of the points.
+    - `task`: `"classification"` or `"regression"`. By default it follows from the estimator; if there is
+      none, targets with fractional parts mean `"regression"`.
+    - `ridge`: the ridge of a network; by default the ridge with the least leave-one-out loss on a part
+      of the points.
     - `threshold`: probability from which a label is called wrong.
     - `near`: the distance below which points are near duplicates. The unit is the median distance of a
       point to its nearest neighbour.
@@ -121,14 +124,18 @@ def _fitted(
 ) -> Evidence:
     if x is not None or y is not None:
         raise ValueError(
-            "audit: a Fitted is audited on the points that it was fitted on; leave out x and y, or give "
-            "the model itself instead."
+            "audit: x and y cannot be given with a Fitted, which is audited on the points that it was "
+            "fitted on; leave out x and y, or give the model from which it was fitted."
         )
     if encoder is not None:
-        raise ValueError("audit: a Fitted has features already; give x_test as its queries.")
+        raise ValueError(
+            "audit: encoder= cannot be used with a Fitted, which has features already. Give x_test in the "
+            "form of its features."
+        )
     _check_pair(x_test, y_test)
-    if np.count_nonzero(model.data.sample_weights) < FEWEST:
-        raise ValueError(f"audit: expected at least {FEWEST} points with a weight.")
+    count = np.count_nonzero(model.data.sample_weights)
+    if count < FEWEST:
+        raise ValueError(f"audit: expected at least {FEWEST} points with a weight, got {count}.")
     return from_fitted(model, classes, x_test, y_test)
 
 
@@ -146,14 +153,20 @@ def _given(
     if y is None or (x is None and not _is_matrix(model)):
         raise ValueError("audit: expected x and y, the points and their labels, or a Fitted.")
     if classes is not None:
-        raise ValueError("audit: classes name the outputs of a Fitted; here they are read from y.")
+        raise ValueError(
+            "audit: classes= is only for a Fitted, where classes name the outputs of the model. Here the "
+            "names are read from y: leave classes out."
+        )
     _check_pair(x_test, y_test)
     if task is None and _is_estimator(model):
         task = _task_of_estimator(model, y)
     targets, names, test_targets = _targets(y, y_test, task)
     if _is_estimator(model):
         if encoder is not None:
-            raise ValueError("audit: put the encoder in front of the pipeline, or give model=None.")
+            raise ValueError(
+                "audit: encoder= cannot be used with an estimator. Put the encoder in front of its pipeline, "
+                "or give model=None."
+            )
         _check_length(len(targets), _length(x), "x")
         return _estimator(model, x, y, x_test, targets, names, test_targets)
     points, asked = _points(model, x, x_test, encoder)
@@ -176,7 +189,7 @@ def _given(
 
 
 def _points(model: Any, x: Any, x_test: Any, encoder: Any) -> tuple[Any, Any]:
-    """Arrays of points; those of a network or a kernel keep their shape."""
+    """Arrays of points; for a network or a kernel they keep their shape."""
     if encoder is not None:
         encoded = [
             None if p is None else _encoded(encoder, p, what)
@@ -209,7 +222,8 @@ def _encoded(encoder: Callable[[Any], Any], points: Any, what: str) -> np.ndarra
 def _targets(
     y: Any, y_test: Any, task: str | None
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Numbers of classes and their names, or values `(n, c)` and `None`; then those of the test set."""
+    """Numbers of classes and their names, or values `(n, c)` and `None`; then the targets of the test
+    set."""
     labels = as_labels(y, "audit: y")
     asked = None if y_test is None else as_labels(y_test, "audit: y_test")
     if len(labels) < FEWEST:
@@ -265,7 +279,7 @@ def _task_of(labels: np.ndarray) -> str:
 
 
 def _task_of_estimator(model: Any, y: Any) -> str | None:
-    """What it is for; a regressor cannot be for labels that are names."""
+    """The task of an estimator; a regressor cannot predict labels that are names."""
     from sklearn.base import is_classifier, is_regressor
 
     if is_classifier(model):
@@ -294,9 +308,9 @@ def _network(model: Any, source: AbstractSource, data: _Data, ridge: float | Non
             test = None if test is None else test[:, None].astype(float)
     if n * c > MOST_UNKNOWNS:
         raise ValueError(
-            f"audit: {n} points and {c} outputs are {n * c} unknowns of the network's own loss, more than "
-            f"{MOST_UNKNOWNS}. Give its features as encoder= with model=None, or fit a low-rank model "
-            "(dualfluence.low_rank) and audit that."
+            f"audit: with the network's own loss, {n} points and {c} outputs make {n * c} unknowns; at most "
+            f"{MOST_UNKNOWNS} are possible. Give the network's features as encoder= with model=None, or fit "
+            "a low-rank model (dualfluence.low_rank) and audit it."
         )
     note = "ridge as given"
     if ridge is None:
@@ -313,7 +327,7 @@ def network_words(c: int) -> str:
 
 
 def source_points(source: AbstractSource, x: Any) -> Any:
-    """Points as the network of a source takes them: packed where they are a tree."""
+    """Points as the network of a source takes them: packed if they are a tree."""
     return x if source.form is None else source.form.pack("audit: x", x)
 
 
@@ -338,7 +352,8 @@ def _estimator(
     names: np.ndarray | None,
     test_targets: np.ndarray | None,
 ) -> Evidence:
-    """An estimator of scikit-learn or of ours, fitted first where it is not."""
+    """Evidence from an estimator of scikit-learn or of `adapters`, which is fitted first if
+    necessary."""
     from sklearn.base import clone, is_regressor
     from sklearn.exceptions import NotFittedError
     from sklearn.pipeline import Pipeline
@@ -394,7 +409,8 @@ def _transformed(change: Any, x: Any, what: str) -> np.ndarray:
 
 
 def _linear(last: Any, model: Any, x: Any, labels: np.ndarray, data: _Data) -> Evidence:
-    """Squared error with its own penalty in closed form; a logistic regression while it is small."""
+    """Evidence from a linear estimator: squared error with its own penalty in closed form, or a logistic
+    regression if it is small."""
     kind, names, targets = type(last).__name__, data.classes, data.targets
     wanted = targets if names is None else np.eye(len(names))[targets]
     near = linear(data.x, None), None if data.xq is None else linear(data.x, data.xq)
@@ -453,7 +469,8 @@ def _check_pair(x_test: Any, y_test: Any) -> None:
 
 
 def _check_variety(x: Any) -> None:
-    """Of arrays; points of other forms are for the model to tell apart."""
+    """Raise if all points are equal. Only arrays are checked; points in other forms are left to the
+    model."""
     if is_tree(x) or is_text(x):
         return
     array = np.asarray(x)

@@ -160,7 +160,8 @@ def _last(estimator: Any) -> Any:
         name = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
         raise TypeError(
             f"from_sklearn: estimator must be a fitted {', '.join(TAKEN)} or a pipeline that ends in one, "
-            f"got {name}. After a search over penalties, fit one of them at the penalty found."
+            f"got {name}. If you searched over penalties (as LogisticRegressionCV does), fit a plain "
+            "estimator of this list with the best penalty."
         )
     check_is_fitted(model)
     return model

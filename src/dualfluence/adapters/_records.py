@@ -25,7 +25,8 @@ def sgd_record(
       learning rate of every step (as `get_last_lr()` of a PyTorch scheduler returns it), or a
       `torch.optim.SGD` with a constant rate, from which momentum and weight decay are read too.
     - `steps`: optimiser steps before each checkpoint.
-    - `momentum`, `weight_decay`: those of training, 0 by default; not needed with a PyTorch optimiser.
+    - `momentum`, `weight_decay`: the values used in training, 0 by default; not needed with a PyTorch
+      optimiser.
     """
     counts, read = [int(step) for step in steps], (0.0, 0.0)
     if hasattr(optimizer, "param_groups"):
@@ -59,9 +60,9 @@ def adam_record(
       `torch_optimizer.state_dict()`.
     - `params`: parameters as the model takes them (`adapted.params`), for their tree.
     - `learning_rate`: as in `sgd_record`. For PyTorch it is read from the state if it is constant.
-    - `b2`, `eps`, `weight_decay`: those of training. For PyTorch they are read from the state. Optax does not
-      keep them: give those that differ from 0.999, 1e-8 and 0, such as the 1e-4 by which `optax.adamw`
-      decays unless told otherwise.
+    - `b2`, `eps`, `weight_decay`: the values used in training. For PyTorch they are read from the state.
+      Optax does not keep them: give those that differ from 0.999, 1e-8 and 0, such as the 1e-4 by which
+      `optax.adamw` decays unless told otherwise.
     - `names`: for PyTorch, the names of the optimiser's parameters in its order,
       `[name for name, _ in model.named_parameters()]`.
     """
@@ -118,7 +119,7 @@ def _diagonal(count: int, moments: Moments, params: PyTree, b2: float, eps: floa
 
 
 def _names(path: Any) -> tuple[str, ...]:
-    """A path in a tree as names; what only wraps an array has none."""
+    """A path in a tree as names; nodes that only wrap an array get no name."""
     keys = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in path)
     return tuple(str(key) for key in keys if str(key) not in ("value", "raw_value"))
 
@@ -134,7 +135,8 @@ def _optax_moments(state: Any) -> tuple[int, Moments]:
     counts = {int(each.count) for each in found}
     if len(counts) > 1 or counts == {0}:
         raise ValueError(
-            f"adam_record: expected one number of steps, at least 1, got {sorted(counts)}."
+            "adam_record: all parameters must have the same step count, at least 1; got "
+            f"{sorted(counts)}."
         )
     moments = {_names(path): v for each in found for path, v in jax.tree.leaves_with_path(each.nu)}
     return counts.pop(), moments
@@ -170,8 +172,8 @@ def _torch_options(state: dict[str, Any]) -> dict[str, Any]:
         )
     if any(g.get("initial_lr", g["lr"]) != g["lr"] for g in groups):
         raise ValueError(
-            "adam_record: a scheduler has changed the learning rate. Give learning_rate, that of every "
-            "step in a sequence."
+            "adam_record: a scheduler has changed the learning rate. Give learning_rate as a list with the "
+            "rate of every step."
         )
     return dict(zip(keys, found.pop(), strict=True))
 
@@ -188,7 +190,9 @@ def _torch_moments(state: dict[str, Any], names: Sequence[str] | None) -> tuple[
     held = state["state"]
     counts = {int(held[index]["step"]) for index in order if index in held}
     if len(counts) != 1:
-        raise ValueError(f"adam_record: expected one number of steps, got {sorted(counts)}.")
+        raise ValueError(
+            f"adam_record: all parameters must have the same step count, got {sorted(counts)}."
+        )
     moments = {
         (name,): held[index]["exp_avg_sq"].detach().cpu().numpy()
         for name, index in zip(called, order, strict=True)

@@ -97,7 +97,7 @@ class _DualEstimator(BaseEstimator):
         **Arguments:**
 
         - `X`, `y`: queries and their targets; without targets, the predictions of the model are used.
-        - `options`: those of `Fitted.attribute`, such as `of="margin"` or `refine=1e-6`.
+        - `options`: options of `Fitted.attribute`, such as `of="margin"` or `refine=1e-6`.
 
         **Returns:** `Attribution`, whose `values` have the shape `(q, n)`.
         """

@@ -36,8 +36,9 @@ def tokenised(
       labels they are the inputs, where the attention mask is one.
     - `length`: pad to this length instead of the longest. Queries need the length of the training
       sequences: give `length=y.shape[1]`.
-    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The decoder's
-      inputs `decoder_input_ids` are then the labels behind this token; `length` is that of the labels.
+    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The
+      decoder's inputs `decoder_input_ids` are then the labels behind this token; `length` is the length
+      of the labels.
 
     **Returns:** a dict of arrays, which `from_torch` passes to the model by name, and the targets.
     """
@@ -56,8 +57,9 @@ def tokenised(
     if "attention_mask" not in names:
         if found := padding_of([np.asarray(row["input_ids"]) for row in rows]):
             raise ValueError(
-                f"tokenised: no attention_mask, but {found}, which would count as text. Keep the "
-                "tokenizer's attention_mask, or give one of ones if these tokens are text."
+                f"tokenised: no attention_mask, but {found}. Without a mask it would count as text. Keep the "
+                "tokenizer's attention_mask. If these tokens are text, give an attention_mask that is 1 "
+                "everywhere."
             )
         rows = [row | {"attention_mask": np.ones(len(row["input_ids"]), int)} for row in rows]
         names.append("attention_mask")
@@ -73,7 +75,7 @@ def tokenised(
     if decodes and causal:
         raise ValueError(
             "tokenised: causal=True is for models without an encoder. With decoder_start or "
-            "decoder_input_ids give causal=False: the labels are those of the decoder."
+            "decoder_input_ids give causal=False: the labels belong to the decoder."
         )
     if not decodes:
         _check_labels(rows, labels)
@@ -129,7 +131,7 @@ def _own_labels(row: dict[str, Any]) -> np.ndarray:
 
 
 def _check_labels(rows: Sequence[dict[str, Any]], labels: str) -> None:
-    """Raise unless the labels of tokens are as many as the tokens, and padding has none."""
+    """Raise unless there is one label for each token, and padding has no label."""
     for i, row in enumerate(rows):
         own = np.asarray(row[labels])
         if own.ndim == 0:
@@ -138,14 +140,14 @@ def _check_labels(rows: Sequence[dict[str, Any]], labels: str) -> None:
         if own.shape != mask.shape:
             raise ValueError(
                 f"tokenised: sequence {i} has {mask.size} tokens but {own.size} {labels}. Give one label "
-                "for each token, -100 where it counts for nothing. For an encoder with a decoder give "
+                "for each token, -100 for a token that does not count. For an encoder with a decoder give "
                 "decoder_start=model.config.decoder_start_token_id."
             )
         if ((own != IGNORED) & (mask == 0)).any():
             raise ValueError(
-                f"tokenised: in sequence {i} {labels} count where attention_mask is 0, at token "
-                f"{int(np.argmax((own != IGNORED) & (mask == 0)))}. Put -100 there: the model would be "
-                "scored for padding."
+                f"tokenised: {labels} of sequence {i} are not -100 at token "
+                f"{int(np.argmax((own != IGNORED) & (mask == 0)))}, where attention_mask is 0. Put -100 "
+                "there; otherwise the model would be scored for padding."
             )
 
 

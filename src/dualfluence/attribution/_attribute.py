@@ -317,7 +317,8 @@ def _blocks(points: np.ndarray, size: int) -> Iterator[np.ndarray]:
 def _padded(
     block: np.ndarray, part: np.ndarray, fitted: TrainedModel, block_size: int | None
 ) -> np.ndarray:
-    """A block filled up with its own last point, so that the programs of one request serve later ones.
+    """A block filled up with copies of its last point, so that the programs of one request serve later
+    ones.
 
     If the size followed from how many points are left, every removal would bring new programs. It is
     the number of rows, halved as long as the part still fits: at most twice the columns needed.

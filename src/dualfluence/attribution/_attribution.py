@@ -106,7 +106,7 @@ class Attribution(Shown):
         return Ranked(indices, np.take_along_axis(np.asarray(self.values), indices, axis=1))
 
     def _in_float32(self) -> "Attribution":
-        """The same scores for a caller whose JAX has only float32; those in a file stay."""
+        """The same scores for a caller whose JAX has only float32; scores in a file stay as they are."""
 
         def narrow(array: PyTree) -> PyTree:
             plain = type(array) is np.ndarray and array.dtype == np.float64
@@ -156,8 +156,8 @@ class Attribution(Shown):
 
         - `long`: one row for each pair, with columns `query`, `train` and `effect`, strongest helpful points
           of a query first.
-        - `tokens`: one row for each training token that counts, with `token`, its position, and `part`
-          besides. For scores with `tokens`.
+        - `tokens`: one row for each training token that counts, with two more columns: `token`, the
+          position of the token, and `part`. Only for scores with `tokens`.
         - `k`: in long form only the `k` most helpful and the `k` most harmful points of every query.
         """
         try:
@@ -169,7 +169,7 @@ class Attribution(Shown):
         if long or tokens:
             return pd.DataFrame(self._long(tokens, k))
         if k is not None:
-            raise ValueError("to_pandas: k needs long=True.")
+            raise ValueError("to_pandas: k needs long=True. Give both, or leave k out.")
         frame = pd.DataFrame(np.asarray(self.values))
         frame.index.name, frame.columns.name = "query", "train"
         return frame
@@ -204,16 +204,18 @@ class Attribution(Shown):
         names: Sequence[Any] | None = None,
         k: int = 8,
     ) -> None:
-        """Write a page of sentences: every query with its helpful and harmful ones, tokens shaded.
+        """Write a page of sentences: every query with its helpful and harmful training sentences, tokens
+        shaded.
 
         **Arguments:**
 
-        - `path`: one HTML file that holds all of itself and runs nothing.
+        - `path`: one HTML file that loads no other file and runs no scripts.
         - `texts`, `queries`: the sentences, in the order of the scores.
-        - `decode`: for targets of token numbers, from a list of them to text: `tokenizer.decode`. Scores
-          with `tokens` are then shaded. Texts that are not given are the tokens that count.
+        - `decode`: if targets are token numbers, a function from a list of token numbers to text:
+          `tokenizer.decode`. Scores with `tokens` are then shaded. If `texts` or `queries` is missing,
+          the page shows the decoded tokens that count.
         - `names`: names of the classes, for targets that are labels.
-        - `k`: sentences of each kind.
+        - `k`: number of helpful and of harmful sentences per query.
         """
         from ._attribution_text import text_page
 
@@ -245,7 +247,7 @@ class GroupAttribution(Shown):
 
     - `values`: `(q, g)`, with each group left out as a whole.
     - `sums`: `(q, g)`, the sum of the single effects of its points; the difference is their joint effect.
-    - `interactions`: `(q, g, g)`, effect of two groups together less that of each, if requested.
+    - `interactions`: `(q, g, g)`, effect of two groups together minus the effect of each, if requested.
     """
 
     names: tuple[str, ...]

@@ -87,8 +87,8 @@ class _Sentences:
             if given is None and (decode is None or np.ndim(targets) != 2):
                 raise ValueError(
                     f"to_html: expected {name}, a text for each "
-                    f"{'training point' if name == 'texts' else 'query'}. For targets of token numbers "
-                    "decode=tokenizer.decode shows those instead."
+                    f"{'training point' if name == 'texts' else 'query'}. If the targets are token numbers, "
+                    "give decode=tokenizer.decode to show the decoded text instead."
                 )
 
     def query(self, q: int) -> str:

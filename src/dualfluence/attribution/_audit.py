@@ -38,9 +38,11 @@ class Evidence:
 
     - `classes`: names of the classes; `None` for numbers.
     - `targets`: numbers of classes `(n,)`, or values `(n, c)`; `test_targets` likewise or `None`.
-    - `outputs`, `left_out`: at the training points, with and without each, `(n, c)`.
+    - `outputs`, `left_out`: outputs at the training points, of the model with and without each point,
+      `(n, c)`.
     - `test_outputs`: `(q, c)` or `None`.
-    - `on_scale`: outputs as they are compared with targets: probabilities, or themselves.
+    - `on_scale`: outputs in the form in which they are compared with targets: probabilities, or the
+      outputs themselves.
     - `effect`: how far predictions move without each point.
     - `near`, `test_near`: kernel distances.
     - `active`: points with a weight.
@@ -71,7 +73,7 @@ class Evidence:
         return np.eye(self.outputs.shape[1])[self.targets] if self.is_classes else self.targets
 
     def name(self, target: Any) -> Any:
-        """A target as the user knows it."""
+        """A target under the name that the user gave it."""
         if self.classes is not None:
             return self.classes[target]
         return float(target[0]) if len(target) == 1 else target
@@ -120,7 +122,7 @@ def examine(e: Evidence, *, threshold: float, near: float) -> Audit:
 
 
 def _noise(e: Evidence) -> tuple[Noise, Noise | None]:
-    """Of training points, and of test points if these have targets."""
+    """The noise of labels of training points, and of test points if these have targets."""
     asked, targets = e.test_outputs, e.test_targets
     if e.is_classes:
         noise = label_noise(e.left_out, e.targets)
@@ -158,7 +160,8 @@ def _nowhere(e: Evidence) -> Callable[[slice], np.ndarray]:
 
 
 def _unit(e: Evidence, beside: Nearest) -> float:
-    """The median distance to the nearest neighbour; where half of all points have a copy, rounding."""
+    """The median distance to the nearest neighbour; if half of all points have a copy, the rounding of a
+    distance."""
     found = beside.distance[e.active & np.isfinite(beside.distance)]
     size = float(np.sqrt(np.mean(e.near.train[e.active])))
     return max(float(np.median(found)) if found.size else 0.0, SAME * size, np.finfo(float).tiny)

@@ -79,7 +79,8 @@ def from_features(
     xq: np.ndarray | None,
     test_targets: np.ndarray | None,
 ) -> Evidence:
-    """Of plain features: the better scaling of the two by leave-one-out error, then the wide kernel."""
+    """Evidence from plain features: the scaling with the smaller leave-one-out error, then the wide
+    kernel."""
     wanted = _wanted(targets, classes)
     rows = np.linspace(0, len(x) - 1, min(len(x), TRIED_ON)).astype(int)
     network, errors = WideNetwork(), {}
@@ -110,7 +111,7 @@ def from_kernel(
     xq: Inputs,
     test_targets: np.ndarray | None,
 ) -> Evidence:
-    """Of a kernel `(n1, n2)` of the user's own."""
+    """Evidence from a kernel `(n1, n2)` that the user gave."""
     wanted = _wanted(targets, classes)
     features = _features(x, lambda a, b: source.block(a, b, False))
     near = (
@@ -133,7 +134,7 @@ def from_ridge(
     near: tuple[Distances, Distances | None],
     notes: tuple[str, ...],
 ) -> Evidence:
-    """Of a ridge regression: everything an audit looks at is in closed form."""
+    """Evidence from a ridge regression: everything that an audit looks at is in closed form."""
     everywhere = ridge.features if asked is None else np.concatenate([ridge.features, asked])
     return Evidence(
         classes=classes,
@@ -155,7 +156,7 @@ EXACT = "every point left out exactly"
 
 
 def kernel_distances(source: AbstractSource, x: Inputs, xq: Inputs) -> Distances:
-    """Of the kernel itself, summed over outputs."""
+    """Distances of the kernel itself, summed over outputs."""
     asked = x if xq is None else xq
 
     def block(rows: slice) -> np.ndarray:

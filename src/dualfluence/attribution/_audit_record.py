@@ -34,11 +34,11 @@ class Finding:
 
     - `kind`: `"label"`, `"conflict"`, `"leak"`, `"leverage"` or `"redundant"`.
     - `split`, `index`: the point: `"train"` or `"test"`, and its position there.
-    - `reason`: why, in words.
-    - `given`, `suggested`: its target, and the one that fits better, where there is one.
+    - `reason`: in words, why the point was found.
+    - `given`, `suggested`: the point's target, and a target that fits better, if there is one.
     - `score`: larger is more serious; comparable within a kind.
     - `probability`: that the target is wrong, for the kind `"label"`.
-    - `partner`: position of the training point that it is held against.
+    - `partner`: position of the training point that the finding compares this point with.
     """
 
     kind: str
@@ -64,17 +64,19 @@ class Audit(Shown):
     - `task`: `"classification"` or `"regression"`.
     - `classes`: the labels by number, `None` for numbers as targets.
     - `labels`: what each point was given: numbers of classes `(n,)`, or values `(n, c)`.
-    - `wrong`: probability that each label is wrong, `(n,)`; over a set its sum is how many to expect.
+    - `wrong`: probability that each label is wrong, `(n,)`; the sum over a set is the number of wrong
+      labels to expect in it.
     - `suspicion`: the same as log odds, to rank by.
     - `suggested`: the target that fits better than the given one, in the form of `labels`.
     - `probabilities`: of every label at every point without that point, calibrated, `(n, c)`; `None`
       for numbers.
-    - `left_out`: outputs at each point of the model without it, `(n, c)`.
+    - `left_out`: outputs at each point of the model that was trained without this point, `(n, c)`.
     - `leverage`: share of each point's prediction that its own target makes up, `(n,)`.
-    - `effect`: how far all predictions move without the point, `(n,)`; of a `Fitted`, their losses.
+    - `effect`: how far all predictions move without the point, `(n,)`; for a `Fitted`, how far the
+      losses move.
     - `neighbour`, `distance`: the nearest other training point, and how far it is; 1 is the median.
     - `test_wrong`: probability that each test label is wrong, where these were given.
-    - `notes`: how all this was found and what it leaves out.
+    - `notes`: how the findings were made and what they leave out.
     """
 
     findings: tuple[Finding, ...]

@@ -65,7 +65,8 @@ def checkpoint_scores(
     leverage: bool = False,
     tokens: bool = False,
 ) -> Scored:
-    """`S` at the parameters of `model`: exact, by probes, or from `projected` numbers of each gradient."""
+    """The scores `S` at the parameters of `model`: exact, by probes, or from a random projection of each
+    gradient to `projected` numbers."""
     if isinstance(loss, TokenCrossEntropy) and isinstance(probes, RandomProbes):
         train = Sequences.of(model, x, targets, loss, probes.m, key)
         queries = Queries(model, xq, quantity)

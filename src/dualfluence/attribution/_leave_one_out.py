@@ -1,13 +1,13 @@
 r"""Leaving out every point in turn, from one factorisation.
 
-Without point `i` the weights of the others grow by `1/(1 − w_i)`. Multiplied by `1 − w_i`, the
-Newton step (★) has the matrix of the full set in all rows but those of `i`:
+Without point `i` the weights of the others grow by `1/(1 − w_i)`. Multiplied by `1 − w_i`, the Newton
+step (★) has the matrix of the full set in all rows except the rows of `i`:
 
 $$(\lambda_i I + WK)\,\Delta\alpha = b^{(i)} + E_i\tau_i,\qquad \lambda_i = (1-w_i)\lambda,\quad
   b^{(i)} = -(g + \lambda_i\alpha),\quad \Delta\alpha_i = -\alpha_i .$$
 
-The last equation fixes `τ_i`, a small system of size `c`. Every form below solves for these.
-The first-order effect is the same without renormalisation and leverage: `b = 0`, `τ_i = g_i`.
+The last equation fixes `τ_i`, a small system of size `c`. Every form below solves these equations. The
+first-order effect is the same without renormalisation and leverage: `b = 0`, `τ_i = g_i`.
 """
 
 import abc
@@ -43,11 +43,11 @@ DIRECT_PRECONDITIONER = 8192
 
 
 class Steps(NamedTuple):
-    """What leaving out each of `k` points does.
+    """The effect of leaving out each of `k` points.
 
     - `reading`: `Δα`, shape `(n, c, k)`; for a low-rank kernel `ΦᵀΔα`, shape `(r, k)`.
     - `own`: change of the left-out point's own outputs, shape `(k, c)`.
-    - `distance_bound`: certificate of each, where the form measures one.
+    - `distance_bound`: the certified distance for each point, if the form measures it.
     """
 
     reading: Array
@@ -260,8 +260,9 @@ def leave_one_out(
         return DenseForm(terms, ridges, first_order, op)
     if first_order:
         raise ValueError(
-            f"attribute: first_order=True needs a factorisation, and {type(op).__name__} of this size "
-            "or loss has none here. Leave it out: each point is then one linear solve."
+            "attribute: first_order=True needs a factorisation, which is not available for a "
+            f"{type(op).__name__} of this size or with this loss. Leave first_order out: each point is then "
+            "one linear solve."
         )
     return batched
 
@@ -269,7 +270,7 @@ def leave_one_out(
 class SharedInverse(AbstractPreconditioner):
     """`B⁻¹` of the fit itself: one point more or less changes `B` by a matrix of rank `c`.
 
-    For leave-one-out systems CG then takes a handful of iterations. Not for edits of many points.
+    For leave-one-out systems CG then takes a few iterations. Do not use it for edits of many points.
     """
 
     chol: Float[Array, "m m"]
@@ -312,7 +313,7 @@ def _dense_steps(
     ridge: Float[Array, " k"],
     first_order: bool,
 ) -> tuple[Float[Array, "n c k"], Float[Array, "k c"]]:
-    r"""`Δα = (b − Rz)/λ_i` with `z = B⁻¹RᵀKb` on all rows but those of the left-out point.
+    r"""`Δα = (b − Rz)/λ_i` with `z = B⁻¹RᵀKb` on all rows except the rows of the left-out point.
 
     A block of an inverse gives the inverse without that block: `C − C_{:,i} C_{ii}⁻¹ C_{i,:}`.
     """

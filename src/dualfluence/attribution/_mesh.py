@@ -239,8 +239,8 @@ def check_mesh(folder: AnyPath | None, method: str, mesh: Any) -> None:
     """Raise for what a mesh cannot do here."""
     if method == "projected":
         raise ValueError(
-            "Trajectory: method='projected' solves a system of size rank on one device, whatever the "
-            "number of points. Leave mesh out."
+            "Trajectory: mesh cannot be used with method='projected', which solves a system of size rank on "
+            "one device. Leave mesh out."
         )
     processes = {device.process_index for device in mesh.devices.flat}
     if folder is not None and len(processes) > 1:

@@ -37,9 +37,8 @@ class Distances:
 
 
 class Nearest(NamedTuple):
-    """For each point the nearest training point, and the nearest one that disagrees with it.
-
-    Positions are −1 and distances infinite where there is none.
+    """For each point the nearest training point, and the nearest training point with another target.
+    Without such a point, the position is −1 and the distance infinite.
     """
 
     at: np.ndarray
@@ -80,7 +79,7 @@ def _take(index: np.ndarray, distance: np.ndarray, where: slice, squares: np.nda
 
 
 def linear(x: Float[np.ndarray, "n d"], xq: Float[np.ndarray, "q d"] | None) -> Distances:
-    """Of the linear kernel: plain Euclidean distances."""
+    """Distances of the linear kernel: plain Euclidean distances."""
     own = np.sum(x**2, axis=1)
     if xq is None:
         return Distances(lambda rows: x[rows] @ x.T, own, own, True)

@@ -1,8 +1,8 @@
-r"""Few directions of outputs per point in the place of all.
+r"""A few directions of outputs per point instead of all of them.
 
-The curvature of the loss in the outputs of point `i` is `H_i = R_iR_iᵀ`. Probes are `m` columns `P_i` with
-`P_iP_iᵀ ≈ H_i`: the system of all points then has `n·m` unknowns instead of `n·rank`, and its kernel is that
-of a network whose outputs are folded along the probes, `(x, u) ↦ u·f(x)`.
+The curvature of the loss in the outputs of point `i` is `H_i = R_iR_iᵀ`. Probes are `m` columns `P_i`
+with `P_iP_iᵀ ≈ H_i`: the system of all points then has `n·m` unknowns instead of `n·rank`, and its
+kernel is the kernel of a network whose outputs are folded along the probes, `(x, u) ↦ u·f(x)`.
 """
 
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ FULL_SHARE = 0.6
 class LeadingProbes:
     """The `m` leading eigenvectors of each point's curvature, times the roots of their eigenvalues.
 
-    The same at every call, and exact where `m` is the rank: one less than the classes for softmax
-    cross-entropy, else the number of outputs. Best for few classes.
+    They are the same at every call, and exact if `m` is the rank: the number of classes minus one for
+    softmax cross-entropy, else the number of outputs. They are best for few classes.
     """
 
     m: int
@@ -118,14 +118,14 @@ def chosen(
         probes = LeadingProbes(probes) if c <= LEADING_WIDTH else RandomProbes(probes)
     if probes.m > rank:
         raise ValueError(
-            f"Trajectory: {probes.m} probes, but the loss curves in at most {rank} directions of the "
-            f"{c} outputs. probes=None is exact, with {rank}."
+            f"Trajectory: got {probes.m} probes, but the loss has curvature in at most {rank} of the {c} "
+            f"output directions. probes=None gives the exact scores, with {rank} directions per point."
         )
     return probes, ""
 
 
 def _by_rule(n: int, c: int, rank: int, size: int, devices: int) -> tuple[Probes | None, str]:
-    """Exact where that is cheap, else the most probes up to `AUTO_PROBES` whose system fits in memory."""
+    """Exact if this is cheap, else the most probes up to `AUTO_PROBES` whose system fits in memory."""
     seconds = (n * rank) ** 3 / 3 / COMPUTE[jax.default_backend()] / devices
     most = FULL_SHARE * total_memory() * devices
     cheap = 2 * (n * rank) ** 2 * size <= most and seconds <= EXACT_SECONDS
@@ -143,7 +143,7 @@ def _by_rule(n: int, c: int, rank: int, size: int, devices: int) -> tuple[Probes
 
 
 def said_of(probes: Probes | None, why: str, left_out: float, agreement: float) -> list[str]:
-    """What a result says of its probes."""
+    """The note of a result on its probes."""
     found = []
     if isinstance(probes, LeadingProbes):
         found = [

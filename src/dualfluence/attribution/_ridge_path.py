@@ -111,7 +111,7 @@ def least(values: np.ndarray) -> int:
 def ridge_path(
     fitted: TrainedModel, grid: Numbers | None = None, what: str = "ridge_path"
 ) -> RidgePath:
-    """See `Fitted.ridge_path`; `what` is who asks, for messages."""
+    """See `Fitted.ridge_path`; `what` is the name of the calling function, for messages."""
     fitted = fitted.without_spare_rows()
     data = fitted.data
     if np.count_nonzero(data.sample_weights) < 2:

@@ -53,7 +53,7 @@ class _Data(NamedTuple):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class _Scores(Shown):
-    """Gradients of training points against those of queries."""
+    """Gradients of training points against gradients of queries."""
 
     apply_fn: ApplyFn
 
@@ -69,7 +69,7 @@ class _Scores(Shown):
     ) -> Attribution:
         """Scores `(q, n)`.
 
-        Inputs, targets and the default of `loss` are those of `Trajectory.attribute`: `x` may be a dict of
+        Inputs, targets and the default of `loss` are as in `Trajectory.attribute`: `x` may be a dict of
         arrays, and a network of sequences returns `(n, T, V)`.
         """
         start = time.perf_counter()
@@ -152,8 +152,8 @@ class TracIn(_Scores):
 
     - `apply_fn`, `trainable`: as for `GradDot`.
     - `checkpoints`: parameter pytrees of one run, or a function that loads the k-th.
-    - `learning_rate`: `η_t`, one number or one per checkpoint. If `checkpoints` is a function, the number of
-      rates is that of checkpoints.
+    - `learning_rate`: `η_t`, one number or one per checkpoint. If `checkpoints` is a function, the
+      number of rates is the number of checkpoints.
     """
 
     checkpoints: Sequence[PyTree] | Callable[[int], PyTree]
@@ -211,9 +211,9 @@ class TRAK(Shown):
     - `models`: parameters of one or more models; in the original method they are trained on random halves.
     - `projection`: random directions that gradients are projected on, as in the original; `None` takes
       the exact kernel instead, the limit of the projected one.
-    - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`. The original has none and relies on
+    - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`. The original method has no damping and relies on
       `projection < n`.
-    - `seed`: of the projections; model `t` uses `seed + t`.
+    - `seed`: seed of the projections; model `t` uses `seed + t`.
     - `trainable`: as in `linearize`.
     """
 

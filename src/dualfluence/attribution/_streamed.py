@@ -1,4 +1,4 @@
-"""Scores from rows of a kernel that come one block after the other: those of sequences."""
+"""Scores of sequences, from rows of a kernel that come one block after the other."""
 
 from collections.abc import Iterable
 

@@ -34,8 +34,8 @@ def as_sequences(
     yq: Numbers | None,
     loss: AbstractLoss | None,
 ) -> tuple[list[Any], AbstractLoss]:
-    """Runs whose networks return rows, and the loss, by default that of what the network returns at its
-    `first` parameters."""
+    """Runs whose networks return rows, and the loss. By default the loss follows from what the network
+    returns at its `first` parameters."""
     if loss is not None and not isinstance(loss, TokenCrossEntropy):
         check_padding("x", x, y)
         return list(runs), loss

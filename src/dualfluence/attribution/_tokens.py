@@ -65,7 +65,8 @@ def check_tokens(name: str, targets: Any, length: int) -> None:
 
 
 def check_padding(name: str, x: Any, targets: Any) -> None:
-    """Raise if targets count where the attention mask of the inputs is zero, or where there should be one."""
+    """Raise if targets count where the attention mask of the inputs is zero, or if there should be a
+    mask and is none."""
     if not isinstance(x, Mapping) or "decoder_input_ids" in x:
         return
     if "attention_mask" not in x:
@@ -83,7 +84,7 @@ def check_padding(name: str, x: Any, targets: Any) -> None:
 
 
 def _check_no_padding(name: str, ids: Any, y: np.ndarray) -> None:
-    """Raise if tokens that count, or those of a text with one label, look like padding."""
+    """Raise if tokens that count, or tokens of a text with one label, look like padding."""
     ids = np.asarray(() if ids is None else ids)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer) or not ids.size:
         return
@@ -93,8 +94,9 @@ def _check_no_padding(name: str, ids: Any, y: np.ndarray) -> None:
                 for row, own in zip(ids, y, strict=True) if (own != IGNORED).any()]  # fmt: skip
     if rows and (found := padding_of(rows)):
         raise ValueError(
-            f"{name}: the inputs have no attention_mask, but {found}, which would count as text. Keep the "
-            "tokenizer's attention_mask among the inputs, or give one of ones if these tokens are text."
+            f"{name}: the inputs have no attention_mask, but {found}. Without a mask it would count as text. "
+            "Keep the tokenizer's attention_mask among the inputs. If these tokens are text, give an "
+            "attention_mask that is 1 everywhere."
         )
 
 
@@ -166,12 +168,13 @@ class Queries(eqx.Module):
 def token_blocks(
     train: Sequences, queries: Queries
 ) -> tuple[Iterator[tuple[int, Array]], Iterator[tuple[int, Array]]]:
-    """The kernel along every probe and `g`, by blocks of rows; and that of the queries along `v`."""
+    """The kernel along every probe and `g`, by blocks of rows; and the kernel of the queries along
+    `v`."""
     panel, size = panel_size(train), query_panel(train, queries)
     whole = train_rows(train, 0, train.num) if panel >= train.num else None
 
     def against(left: Array) -> Array:
-        """`left`, rows of gradients, times those of every sequence."""
+        """`left`, rows of gradients, times the gradients of every sequence."""
         tiles = []
         for start in range(0, train.num, panel):
             right = whole if whole is not None else train_rows(train, start, panel)

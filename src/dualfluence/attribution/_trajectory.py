@@ -71,16 +71,16 @@ class Trajectory(Shown):
       a model of `adapters`, whose `read` gives the checkpoints. For sequences of tokens it returns
       `(n, T, V)`.
     - `checkpoints`: parameter pytrees, or a function that loads the k-th, so that they may be on disk.
-      Checkpoints of the first quarter of training are the most useful. About twenty are good, at first
-      one every half epoch.
+      Checkpoints of the first quarter of training are the most useful. About twenty checkpoints are
+      good, at first one every half epoch.
     - `steps`: optimiser steps before each, increasing.
     - `learning_rate`, `momentum`: of plain SGD; for a schedule, `learning_rate` may be a
       sequence: the mean over the steps up to each checkpoint.
     - `preconditioner`: for Adam and similar optimisers. Parameter pytrees (or a function of k) that
       hold the diagonal `P` of the update `−ηP∇L`, for Adam `1/(√v̂ + ε)`; the kernel becomes `JPJᵀ`.
       `adapters.adam_record` reads it from the state of Optax or PyTorch.
-    - `weight_decay`: that of training, plain L2 for SGD and decoupled (AdamW) with a preconditioner. It
-      adds to the ridge that stands for stopping.
+    - `weight_decay`: the weight decay of training, plain L2 for SGD and decoupled (AdamW) with a
+      preconditioner. It is added to the ridge `1/(κηs)`.
     - `kappa`: `κ`; `KAPPA` explains the default 3.
     - `trainable`: as in `linearize`.
     """
@@ -140,8 +140,8 @@ class Trajectory(Shown):
         given: Any = self.apply_fn
         if getattr(as_network(given), "scale", None) is not None:
             raise ValueError(
-                "Trajectory: the model has a scale, which belongs to a ridge in training; here "
-                "the ridge stands for training that stopped. Give the model without the scale, "
+                "Trajectory: the model has a scale. A scale describes a penalty in training, but the ridge "
+                "of a Trajectory imitates training that stopped early. Give the model without the scale, "
                 "and the diagonal of the optimiser as preconditioner."
             )
         apply_fn, trainable = opened("Trajectory", given, self.trainable)
@@ -221,33 +221,35 @@ def attribute_runs(
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
 
-    One kernel at a time: memory is that of one system and its Cholesky factor, twice the square of `n`
-    times the probes; in the exact form, `2(n·c)²` numbers.
+    There is one kernel at a time: memory holds one system and its Cholesky factor, twice the square of
+    `n` times the probes; in the exact form, `2(n·c)²` numbers.
 
     **Arguments:**
 
     - `trajectories`: one per run; more runs give better scores.
     - `x`, `y`: the training set, in the order of the scores; `xq`, `yq`: queries.
-    - `loss`: that of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the network
-      returns `(n, T, V)`.
+    - `loss`: the loss of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the
+      network returns `(n, T, V)`.
     - `of`: what is measured, as in `Fitted.attribute`.
-    - `question`: `"subset"` ranks points by what subsets of them do to a network trained anew: the mean over
-      checkpoints. `"point"` is what leaving out one point does to these very runs, in the unit of the
-      quantity: backwards through the checkpoints, of which the last must be the end of training. The best
+    - `question`: `"subset"` gives scores to be added over subsets: the sum ranks how much leaving a
+      subset out changes a newly trained network. They are means over checkpoints. `"point"` is what
+      leaving out one point does to these very runs, in the unit of the measured quantity; it goes
+      backwards through the checkpoints, and the last checkpoint must be the end of training. The best
       scores for one question are not the best for the other. `kappa`, `combine`, `leverage`, `method`,
       `worker` and `mesh` belong to `"subset"`.
     - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
-      all of them, which is exact. `"auto"` is exact where the factor fits in memory and would take at most
-      a second a checkpoint at the rates of `plan`, else takes three, or as many as fit. The notes of the
-      result say what was chosen and left out, and how much the draw of random probes matters.
-    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead of
-      probes, a system of that size whatever `n` is. For sequences it takes random probes as well, at the
-      price of backward passes alone.
+      all of them, which is exact. `"auto"` is exact if the factor fits in memory and would take at most
+      a second per checkpoint at the rates of `plan`; otherwise it takes three probes, or as many as fit.
+      The notes of the result say what was chosen and left out, and how much the draw of random probes
+      matters.
+    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead
+      of probes, a system of that size whatever `n` is. For sequences it also takes random probes; each
+      costs only its backward passes.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
-    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero
-      if checkpoints and runs disagree on them. Such entries may be due to the random start of the
-      network; see `shrunk`.
+    - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero if
+      checkpoints and runs disagree on them. Entries on which they disagree may be due to the random
+      start of the network; see `shrunk`.
     - `tokens`: for sequences, also the part of every training token, `result.tokens` of shape `(q, n, T)`:
       one forward derivative for each pair of query and sequence.
     - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
@@ -356,8 +358,8 @@ BESIDE = 2
 
 @partial(jit, static_argnames="n")
 def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array], Array]:
-    """Sums of scores, of their squares and of what tokens have behind them, on the device; and what is
-    said of probes."""
+    """Sums of scores, of their squares and of the parts of tokens, on the device; and the columns that
+    describe the probes."""
     scores = piece[:, BESIDE : BESIDE + n]
     all_three = scores, scores**2, piece[:, BESIDE + n :]
     sums = all_three if sums is None else jax.tree.map(jnp.add, sums, all_three)
@@ -365,7 +367,8 @@ def _added(sums: Any, piece: Array, n: int) -> tuple[tuple[Array, Array, Array],
 
 
 def _normalised(run: Trajectory, r: int, k: int, data: Data, options: Options) -> Array:
-    """`S_t` with root mean square one for every query, behind what is said of its probes."""
+    """`S_t` with root mean square one for every query, after columns with numbers that describe its
+    probes."""
     key = key_of(options.probes, r, k)
     given = (run.model(k).reading(data.form), data.x, data.targets, data.xq, data.quantity)
     how: dict[str, Any] = {"loss": options.loss, "ridge": run.ridge(k), "key": key}

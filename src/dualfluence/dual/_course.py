@@ -1,7 +1,6 @@
-"""The course of one column of weights: when its run ends, how hard its steps are damped, what it was.
-
-All of it is decided on the host, from the few numbers that each step reports. So is the outcome, which is
-refused where it falls short.
+"""The course of one column of weights: when its run ends, how hard its steps are damped, and its
+outcome. All of this is decided on the host, from the few numbers that each step reports. An outcome that
+misses its goal raises an error here.
 """
 
 import math
@@ -31,10 +30,10 @@ UNDERFLOW = 1e-100
 
 
 class Outcome(NamedTuple):
-    """One column of a run, whoever asked for it.
+    """The outcome of one column of a run.
 
-    - `certificate`: how near its end is to the optimum.
-    - `ending`: why it stopped.
+    - `certificate`: how near the column ended to the optimum.
+    - `ending`: why the column stopped.
     - `solved`: whether the last linear solve reached its residual.
     - `output_share`: the certified error of any output over the largest output.
     - `steps`, `iterations`, `products`, `residual`: as in `Stats`.
@@ -60,7 +59,7 @@ class Outcome(NamedTuple):
         return self.ending in ("floor", "stalled") and small
 
     def notes(self, dtype: DTypeLike) -> tuple[str, ...]:
-        """What to say where rounding changed a factorisation or ended the run."""
+        """Notes for the stats if rounding changed a factorisation or ended the run."""
         notes = []
         if self.jitter:
             notes.append(
@@ -142,11 +141,11 @@ class Goal(NamedTuple):
     """When a run ends.
 
     - `distance`: bound on `‖θ − θ*‖` to reach, or `None`.
-    - `relative`: that bound over `‖θ − θ₀‖`, or `None`.
-    - `max_steps`: at most so many steps; exactly so many where no bound is given.
-    - `by_default`: whether `relative` is the tolerance of the dtype, which nobody asked for.
-    - `min_steps`: at least so many steps. However near the model before an edit already is, it is not the
-      model after it.
+    - `relative`: bound on `‖θ − θ*‖ / ‖θ − θ₀‖` to reach, or `None`.
+    - `max_steps`: the largest number of steps; without a bound, the exact number of steps.
+    - `by_default`: whether `relative` is the default tolerance of the dtype, not a choice of the caller.
+    - `min_steps`: the smallest number of steps. An edit takes at least one, because the model before it,
+      however near, is not the answer.
     """
 
     distance: float | None
@@ -169,7 +168,7 @@ class Goal(NamedTuple):
 
 
 def fit_goal(tolerance: float | None, max_steps: int, dtype: DTypeLike) -> Goal:
-    """To a relative distance, by default the one that a fit in this dtype aims for."""
+    """The goal of a fit: a relative distance, by default the tolerance of this dtype."""
     relative = default_tolerance(dtype) if tolerance is None else tolerance
     return Goal(None, relative, max_steps, tolerance is None)
 
@@ -180,18 +179,18 @@ def default_tolerance(dtype: DTypeLike) -> float:
 
 
 def default_rtol(dtype: DTypeLike) -> float:
-    """Relative residual of linear solves: near the limit in float64, a safe one in float32."""
+    """Relative residual of linear solves: near the limit in float64, larger to be safe in float32."""
     return 1e-11 if jnp.finfo(dtype).bits == 64 else 1e-5
 
 
 class Course:
     """What is known of one column on the host.
 
-    - `certificate`: at the point of the smallest gradient so far, or after the last product of its own.
-    - `sure`: the smallest bound among those with a product of their own.
+    - `certificate`: at the point of the smallest gradient so far, or after the last fresh product.
+    - `sure`: the certificate with the smallest bound among the points with a fresh product.
     - `damping`: of the next step, in units of what rounding alone asks for.
-    - `ended`: why it stands still, or `None` while it takes steps.
-    - `confirmed`: whether a product of its own has agreed.
+    - `ended`: why the column has stopped, or `None` while it takes steps.
+    - `confirmed`: whether a fresh product has confirmed the end.
     """
 
     def __init__(self, ridge: float, what: str, certificate: Certificate) -> None:
@@ -209,8 +208,8 @@ class Course:
     def tolerance(self, goal: Goal, rtol: float) -> float:
         """Relative residual of the next linear solve.
 
-        Newton's method squares the error near the optimum, and a solve tighter than that gains nothing. Nor
-        does one that leaves a hundredth of the gradient that is asked for.
+        Newton's method squares the error near the optimum, so a tighter solve gains nothing. It gains
+        nothing either once a hundredth of the gradient that `goal` allows is left.
         """
         if self.ended:
             # Its right-hand side is rounding, which no iteration should be spent on.
@@ -224,7 +223,7 @@ class Course:
         return max(rtol, LOOSEST * min(1.0, max(share, asked)))
 
     def take(self, report: StepReport, dtype: DTypeLike) -> bool:
-        """Count a step, and say whether it led to the best point so far."""
+        """Count a step. Returns whether it led to the best point so far."""
         self.last = report
         # First of all: nothing below may compare with NaN.
         check_report(report, dtype, self.what)
@@ -256,10 +255,9 @@ class Course:
 
     @property
     def solved(self) -> bool:
-        """Whether the last step was solved for; those before it only say where it starts.
-
-        A step whose ridge rounding has raised is not Newton's to many digits. It is a direction, and
-        the line search has judged it.
+        """Whether the linear solve of the last step converged; earlier steps only give its start. If
+        rounding raised the ridge of a step, the step is not a precise Newton step but a direction, which
+        the line search has tested.
         """
         last = self.last
         # A run that took no step had nothing to solve.
@@ -268,7 +266,7 @@ class Course:
         return last.jitter > 0 and last.residual <= UNSOLVED
 
     def ending(self, goal: Goal) -> Ending | None:
-        """Whether the running sums say that this is the end, and which."""
+        """The ending according to the running sums, or `None` if the run must continue."""
         # The order counts: a goal that is met on the last step is met, and where rounding ends a run that is
         # said rather than that it has stalled.
         if goal.met(self.certificate) and self.steps >= goal.min_steps:
@@ -283,10 +281,10 @@ class Course:
     def _flat(self) -> bool:
         """Whether the objective cannot fall by more than its rounding: `L − L* ≤ ‖∇L‖²/(2λ)`.
 
-        The estimate of the gradient's rounding is cautious. While the objective falls the run goes on.
-        So it does until a step was taken as a whole: before that, `α` can be far from `-g/λ` although the
-        gradient is small, where points pull against each other, and then it rounds by more than the
-        optimum does.
+        The estimate of the gradient's rounding is cautious. While the objective falls, the run
+        continues. It also continues until a whole step was taken: before that, if effects of points
+        nearly cancel, `α` can be far from `-g/λ` although the gradient is small, and then `α` has more
+        rounding than at the optimum.
         """
         if self.last is None or self.last.step_size < 1:
             return False
@@ -294,7 +292,7 @@ class Course:
         return self.last.settled or left <= self.last.value_noise
 
     def refreshed(self, certificate: Certificate) -> bool:
-        """Take the certificate of a product of its own, and say whether it is the surest so far."""
+        """Take the certificate of a fresh product. Returns whether its bound is the smallest so far."""
         # Stalling is counted from here on: the steps before were judged by a sum that had drifted.
         self.certificate, self.norm, self.stalled = certificate, certificate.gradient_norm, 0
         self.refreshes, self.products = self.refreshes + 1, self.products + 2
@@ -305,7 +303,8 @@ class Course:
         return surer
 
     def confirm(self, goal: Goal) -> None:
-        """Whether this is the end also after a fresh product; if not, the column goes on from there."""
+        """Whether the column is still done after a fresh product; if not, it continues from this
+        product."""
         cert = self.certificate
         still = {
             "met": goal.met(cert),
@@ -320,12 +319,12 @@ class Course:
 
     @property
     def settles(self) -> bool:
-        """Whether it ends at its surest point: where nothing is left to gain but rounding, the last step
-        may have lost by it."""
+        """Whether the column returns the point with the smallest bound: if only rounding is left, the
+        last step may have made the point worse."""
         return self.ended in ("floor", "stalled")
 
     def outcome(self, goal: Goal, output_size: float, kernel_size: float) -> Outcome:
-        """What came of it, with the largest `|f|` and the largest `√K_ii`."""
+        """The outcome of the column, given the largest `|f|` and the largest `√K_ii`."""
         certificate = self.sure if self.settles else self.certificate
         ending = self.ended or "steps"
         # The surest point may keep a promise that the last one missed, and the other way round: the ending is

@@ -36,8 +36,8 @@ class Fidelity:
 
     - `gradient_norm`: `‖∇L‖` of the network's own objective at the trained parameters.
     - `parameter_gap`: `‖(θ − θ₀) − Jᵀα‖ / ‖θ − θ₀‖`, zero at a stationary point of the linearised model.
-    - `output_gap`: root mean square of the difference between network and linearised outputs, divided
-      by that of the change of outputs.
+    - `output_gap`: root mean square of the difference between network and linearised outputs, divided by
+      the root mean square of the change of outputs.
 
     The page on trust has the λ that makes both gaps small for networks of several widths and depths, and
     the errors of removals at a given gap.

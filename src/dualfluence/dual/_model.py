@@ -78,7 +78,8 @@ class DualModel(abc.ABC):
         return self.state.alpha.dtype == np.float64
 
     def precision(self) -> AbstractContextManager[Any]:
-        """A scope for computing with raw fields (`state`, `kernel_op`, …) in the precision of the model.
+        """A scope for computing with fields such as `state` and `kernel_op` in the precision of the
+        model.
 
         It switches 64-bit types on for a model that keeps its dual variables in float64. You do not
         need it for `alpha`, `params()`, `predict` and similar calls.
@@ -98,7 +99,7 @@ class DualModel(abc.ABC):
 
     @property
     def network(self) -> Linearized:
-        """The linearised network with its parameters `θ`, or an error for a kernel without any."""
+        """The linearised network with its parameters `θ`, or an error for a kernel without a network."""
         return self._network.as_given()
 
     @property
@@ -119,7 +120,8 @@ class DualModel(abc.ABC):
 
     @property
     def _read_layout(self) -> Layout:
-        """Rows that read-outs go over: spare ones too, because their number seldom changes."""
+        """Rows that read-outs go over. They include spare rows, because the number of rows with them
+        seldom changes."""
         return self.layout if self.layout.sharding is None else every_row(self.data.num_points)
 
     @cached_property
@@ -135,7 +137,7 @@ class DualModel(abc.ABC):
 
     @in_own_precision
     def params(self) -> PyTree:
-        """`θ₀ + Jᵀα` (with a scale `θ₀ + PJᵀα`), a pytree like the one given to `linearize`."""
+        """`θ₀ + Jᵀα` (with a scale `θ₀ + PJᵀα`), a pytree like the parameters given to `linearize`."""
         base = self._network.params if self.reference is None else self.reference.params
         alpha = self._read_rows(self.state.alpha)
         return self.source.moved_params(base, self._x_rows, alpha, self._reference_alpha())
@@ -172,7 +174,7 @@ class DualModel(abc.ABC):
 
 
 Widening = Literal["computed anew", "as stored", "at once", "never"]
-"""Where float32 is not enough, `K` is computed anew in float64 or multiplied as it is stored; `refine`
+"""If float32 is not enough, `K` is computed again in float64 or multiplied as it is stored; `refine`
 asks for the latter at once, or for neither."""
 
 SUMMED = 8.0
@@ -195,9 +197,9 @@ class TrainedModel(DualModel):
     - `preconditioner`: of `K`, kept for later requests.
     - `certificate`, `stats`: how near to the optimum, and what it took.
     - `fidelity`: of a network trained by the user; how far its linearisation can be trusted.
-    - `epsilon`: rounding unit of a network that computes more coarsely than its dtype says.
+    - `epsilon`: rounding unit of a network that computes less precisely than its dtype.
     - `start_norm`: `‖θ₀‖`, which parameters in float32 round in proportion to.
-    - `widening`: what becomes of `K` where float32 is not enough: see `KernelOptions.refine`.
+    - `widening`: how `K` is handled if float32 is not enough: see `KernelOptions.refine`.
     """
 
     loss: AbstractLoss
@@ -235,14 +237,15 @@ class TrainedModel(DualModel):
         return make_problem(data, self.loss, self.ridge, self.offset, self.layout, self.epsilon)
 
     def _widened(self, certificate: Certificate) -> Certificate:
-        """The dual variables' own certificate, made true for parameters as they are handed out."""
+        """The certificate of the dual variables, widened so that it holds for the parameters as they are
+        returned."""
         ref, reading = self.reference, self._reading(certificate.parameter_norm)
         if ref is None:
             return replace(certificate, reading=reading)
         return replace(certificate, gap=ref.gap, certified=ref.certified, reading=reading)
 
     def _reading(self, moved: float) -> float:
-        """What is lost where parameters that moved so far are handed out in float32."""
+        """The rounding of parameters that moved this far when they are returned in float32."""
         network = self.source.network
         if network is None or (network.widening is None and network.dtype != np.float32):
             return 0.0
@@ -251,9 +254,10 @@ class TrainedModel(DualModel):
         return float(np.finfo(np.float32).eps) * (0.5 * self.start_norm + own * moved)
 
     def _remaining(self, until: float | None, what: str = "edit: until") -> float | None:
-        """What `until` leaves to the dual variables beside the gap and rounding, or an error if nothing.
+        """The part of `until` that is left for the dual variables after the gap and rounding; an error
+        if nothing is left.
 
-        `what` is the option that asks, for messages.
+        `what` is the name of the option, for messages.
         """
         ref = self.reference
         if until is None:

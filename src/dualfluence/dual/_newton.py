@@ -51,9 +51,11 @@ class StepReport(NamedTuple):
     - `iterations`, `products`, `residual`, `converged`: of the linear solve.
     - `step_size`: `t` of the line search.
     - `settled`: whether the decrease that the step predicted was below the objective's rounding.
-    - `lighter`: whether it was taken for the rounding that it takes away; see `_is_lighter`.
-    - `value_noise`: the objective's rounding after the step, which may be far below that before it. These
-      three are for runs of many steps: one that is not damped asks for no value of the objective.
+    - `lighter`: whether the step was accepted because it reduces rounding, although the objective does
+      not fall measurably; see `_is_lighter`.
+    - `value_noise`: the objective's rounding after the step, which may be far below the rounding before
+      the step. `settled`, `lighter` and `value_noise` are for runs of many steps: an undamped step does
+      not evaluate the objective.
     - `min_curvature`: smallest Hessian eigenvalue of the loss over the largest.
     - `gradient_norm`, `rounding`, `parameter_norm`: of the certificate after the step.
     - `output_size`, `kernel_size`: largest `|f|` and largest `√K_ii`.
@@ -152,10 +154,10 @@ def _newton_step(
     damping: Float[HostArray, ""] | None,
     first: Bool[HostArray, ""] | None = None,
 ) -> tuple[Point, Float[Array, " fields"]]:
-    """One step of (★) for one column; with `damping`, one that lowers the objective.
+    """One step of (★) for one column; with `damping`, a step that lowers the objective.
 
-    `damping` is in units of what rounding alone asks for, and 1 unless an earlier step failed. The `first`
-    step of a run may be taken for the rounding that it takes away.
+    `damping` is in units of the ridge that rounding alone needs, and 1 unless an earlier step failed.
+    The `first` step of a run may be accepted only because it reduces rounding; see `_is_lighter`.
     """
     COUNTERS["traces"] += 1
     factor, ridge = problem.factor(point.state), problem.ridge
@@ -231,7 +233,7 @@ def newton_step(
 
 @filter_jit
 def choose(flag: Bool[HostArray, "*k"] | np.ndarray, yes: Point, no: Point) -> Point:
-    """`yes` where the flag of a column is set, `no` elsewhere."""
+    """For each column, `yes` if its flag is set, else `no`."""
     return jax.tree.map(lambda a, b: jnp.where(flag, a, b), yes, no)
 
 
@@ -274,9 +276,10 @@ def _moved(state: State, step: Solution, t: Array, root: Float[Array, "n c"]) ->
 def _is_lighter(point: Point, step: Solution, root: Float[Array, "n c"]) -> Bool[Array, ""]:
     """Whether the gradient is all rounding, and the whole step takes away at least half of `α`.
 
-    Points that pull against each other have a large `α` that moves nothing, and once they are removed it
-    is only a source of rounding. The step that lets go of it rounds by as much, and may raise the objective;
-    the steps after it start from a small `α` and do not. At an optimum no step is lighter.
+    Points whose effects cancel have a large `α` that changes nothing. Once such points are removed, this
+    `α` is only a source of rounding. The step that makes `α` small has as much rounding and may raise
+    the objective; the steps after it start from a small `α` and do not. At an optimum no step is
+    lighter.
     """
     alpha = point.state.alpha
     # Half is far above what rounding changes in `α`, and each such step leaves half as much for the next.
@@ -285,7 +288,7 @@ def _is_lighter(point: Point, step: Solution, root: Float[Array, "n c"]) -> Bool
 
 
 class _Trial(NamedTuple):
-    """A step size on trial between `low`, downhill, and `high`, uphill."""
+    """A step size on trial. At the step size `low` the objective still falls, at `high` it rises."""
 
     t: Array
     low: Array
@@ -301,7 +304,8 @@ def _line_search(
     noise: Float[Array, ""],
     lighter: Bool[Array, ""],
 ) -> Float[Array, ""]:
-    """The whole step if it lowers `L_w` enough, else one near the minimum along it, by bisection.
+    """The whole step if it lowers `L_w` enough, else a step near the minimum along this direction, by
+    bisection.
 
     Only `(n, c)` work, no product with `K`: `L_w` along the step is a convex function whose slope is
     `ρ(t)ᵀKΔα`. Where the decrease is below the rounding of `L_w` its values say nothing, a lower one

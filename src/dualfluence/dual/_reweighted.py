@@ -34,8 +34,8 @@ class Reweighted(NamedTuple):
 
     - `alpha`, `k_alpha`: `α` and `Kα`, shape `(n, c, k)`.
     - `distance_bound`: bound on `‖θ − θ_retrained‖`, one per column.
-    - `converged`: whether the linear solve of a single step is, or the run met its tolerance or the
-      rounding floor.
+    - `converged`: for a single step, whether its linear solve converged; for a run, whether it met its
+      tolerance or reached the rounding floor.
     """
 
     alpha: Array
@@ -66,14 +66,14 @@ def reweighted(
 ) -> Reweighted:
     r"""The model trained with each column of sample weights, `(n, k)`, in one batch.
 
-    Without a tolerance: one undamped Newton step from the fit, the influence function. With
-    `until` (on the distance bound) or `relative` (on that over `‖θ − θ₀‖`): damped steps until
-    every column meets it or stands at the rounding floor.
+    Without a tolerance: one undamped Newton step from the fit, the influence function. With `until` (a
+    limit for the distance bound) or `relative` (a limit for the bound divided by `‖θ − θ₀‖`): damped
+    steps until every column meets the limit or reaches the rounding floor.
 
     **Arguments:**
 
     - `preconditioner`: for CG; by default the one kept from the fit.
-    - `what`: who asks, for messages.
+    - `what`: the name of the calling function, for messages.
     """
     op, dtype = fitted.kernel_op, fitted.state.alpha.dtype
     if op.layout.sharding is not None:

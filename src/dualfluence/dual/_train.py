@@ -32,7 +32,7 @@ from ._newton import (
 class Machine:
     """What takes steps: `K`, its diagonal, a linear solver with its preconditioner.
 
-    - `what`: who asks, for messages.
+    - `what`: the name of the calling function, for messages.
     """
 
     op: AbstractKernelOperator
@@ -99,8 +99,8 @@ def train(
     The certificate that is returned comes from a product `Kα` of its own, not from the running sum
     of steps: where that sum had drifted and the goal is missed after all, the run goes on.
 
-    With weights `(n, k)` each of the `k` columns takes its own steps and stands still once it has come to
-    its end. Products with `K` are made for all of them at once.
+    With weights `(n, k)` each of the `k` columns takes its own steps and stops changing once it has met
+    the goal or its rounding floor. Products with `K` are made for all of them at once.
     """
     run = _Run(machine, problem, start)
     with Ticker(goal.max_steps, machine.what, progress) as ticker:
@@ -116,8 +116,8 @@ def train(
 class _Run:
     """Where a run stands: points on the device, and the course of every column on the host.
 
-    `best` is the point of the smallest gradient so far, `sure` the one of the smallest bound among those
-    with a product of their own.
+    `best` is the point with the smallest gradient so far. `sure` is the point with the smallest bound
+    among the points with a fresh product.
     """
 
     def __init__(self, machine: Machine, problem: Problem, start: State) -> None:
@@ -163,7 +163,8 @@ class _Run:
         return np.asarray(values if self._many else values[0], dtype)
 
     def confirms(self, goal: Goal) -> bool:
-        """Whether a fresh product says so too; columns for which it does not go on from there."""
+        """Whether a fresh product confirms that all columns are done. A column that is not done goes on
+        from this product."""
         waiting = [c for c in self.columns if not c.confirmed]
         # Before the first step `Kα` is as fresh as it gets: a second product would be the same.
         if any(c.steps for c in waiting):

@@ -22,7 +22,7 @@ STEPS = 2
 
 
 def from_fitted(fitted: Fitted, classes: Any, xq: Inputs, yq: Numbers | None) -> Evidence:
-    """Of a model that is fitted already.
+    """Evidence from a model that is fitted already.
 
     **Arguments:**
 

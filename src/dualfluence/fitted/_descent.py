@@ -51,8 +51,8 @@ class Descent(eqx.Module):
     """The result of kernel gradient descent, and its course.
 
     - `outputs`, `query_outputs`: `f` at training and query points.
-    - `alpha`: `−g/λ` at these outputs, the paper's dual variables; they are those of the optimum if the
-      descent has converged.
+    - `alpha`: `−g/λ` at these outputs, the paper's dual variables; they are the dual variables of the
+      optimum if the descent has converged.
     - `coordinates`: `a` with `θ = θ₀ + Jᵀa` and `f = f₀ + Ka` at the last epoch, exactly.
     - `gradient_norms`: `‖∇L‖` in parameter space before each epoch, and after the last.
     - `recorded_epochs`, `recorded`: epochs and their `coordinates`, if `record_every` was given.
@@ -98,10 +98,11 @@ def kernel_gradient_descent(
     - `model`, `x`, `y`, `loss`, `ridge`, `kernel`: as in `fit`.
     - `rate`, `epochs`, `momentum`: `v ← μv + ∇L`, `θ ← θ − ηv`.
     - `x_query`: points whose outputs are computed as well.
-    - `initial_outputs`, `initial_query_outputs`: `f₀` at training and query points; by default
-      those of the network, or zero for a kernel.
+    - `initial_outputs`, `initial_query_outputs`: `f₀` at training and query points; by default the
+      outputs of the network, or zero for a kernel.
     - `retain`: positions of the training points to train on, or one sample weight per point.
-    - `record_every`: record the dual variables at the start and after every so many epochs.
+    - `record_every`: number of epochs between two records of the dual variables; the start is recorded
+      too.
 
     **Returns:** `Descent`. Raises `FloatingPointError` if it diverges.
     """

@@ -55,8 +55,9 @@ from ._setup import (
 WHAT = "fit: ridge='auto'"
 
 STRIDE = 4
-"""For a loss that is not quadratic, first every fourth ridge (one a decade) is tried, then those two and one
-beside the best so far. Doubled, a narrow minimum is missed more often, and four fits are saved."""
+"""For a loss that is not quadratic, first every fourth ridge (one per decade) is tried, then the ridges
+two places and one place beside the best so far. With twice this value, a narrow minimum is missed more
+often, and four fits are saved."""
 
 SAFE = 1e3
 """Ridges of the default grid are at least this many rounding units of the mean diagonal of `K`: below,
@@ -68,9 +69,10 @@ def auto_ridge(
 ) -> tuple[Trained, str]:
     """The fit whose ridge has the least leave-one-out loss, and why.
 
-    For squared error the path from the untrained model is exact, and one fit follows. Other losses are
-    fitted at ridges of the grid, far apart and then nearer, and each point is left out of each fit by one
-    Newton step: the step to another ridge would be too long to compare ridges by.
+    For squared error the path from the untrained model is exact, and one fit follows. For other losses
+    there is one fit for each ridge that is tried, first far apart and then nearer, and each point is
+    left out of each fit by one Newton step. A step from one ridge to another would be too long for a
+    comparison of ridges.
 
     **Arguments:**
 
@@ -98,7 +100,8 @@ def _default_grid(model: TrainedModel) -> np.ndarray:
 
 
 def _search(fit_at: Callable[[float], Trained], ridges: np.ndarray) -> tuple[Trained, str]:
-    """Least own leave-one-out loss among fits at a stride, then at half of it beside the best."""
+    """The least leave-one-out loss of a fit at its own ridge: first among ridges at a stride, then at
+    half the stride beside the best."""
     losses: dict[int, float] = {}
     best: tuple[float, Trained] | None = None
     at, stride = 0, STRIDE
@@ -122,7 +125,7 @@ def _search(fit_at: Callable[[float], Trained], ridges: np.ndarray) -> tuple[Tra
 
 
 def _own_loss(fitted: TrainedModel) -> float:
-    """Leave-one-out loss at the fit's own ridge; infinite for a fit that does not stand."""
+    """Leave-one-out loss at the fit's own ridge; infinite for a fit that did not converge."""
     own = float(ridge_path(fitted, [fitted.ridge], WHAT).leave_one_out[0])
     return own if np.isfinite(own) and fitted.stats.converged else float("inf")
 
@@ -239,7 +242,8 @@ def _train(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:
 
 
 def _train_at_best(start: Fitted, goal: Goal, how: Settings, clock: Clock) -> Fitted:
-    """Fits on the way to the ridge may miss their tolerance; the one that is returned may not."""
+    """Train at the best ridge. Fits at other ridges may miss their tolerance; the fit that is returned
+    may not."""
     trials: list[Fitted] = []
 
     def fit_at(ridge: float) -> Fitted:

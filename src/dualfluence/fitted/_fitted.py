@@ -123,7 +123,7 @@ class Fitted(Shown, TrainedModel):
         on_failure: OnFailure = "raise",
         progress: bool | ProgressFn = True,
     ) -> "Update[Fitted]":
-        """The model trained from scratch (`α = 0`) on the edited set: the truth for comparisons. It
+        """The model trained from scratch (`α = 0`) on the edited set, for comparison with `edit`. It
         reuses only the kernel. Options as in `fit`; `tolerance` is on `certificate.relative_bound`.
         """
         how = settings("retrain", solver, None, on_failure, progress)
@@ -175,8 +175,8 @@ class Fitted(Shown, TrainedModel):
         """
         if self.layout.sharding is not None:
             raise ValueError(
-                "with_jacobian: read-outs on a mesh are computed on the devices of the rows, "
-                "without J."
+                "with_jacobian: the rows of this model are on a mesh, where read-outs are computed "
+                "without J. Use the model as it is, or fit without mesh."
             )
         model, rows = self._network, self.data.num_points * self.num_outputs
         size = jnp.dtype(model.dtype).itemsize
@@ -198,9 +198,9 @@ class Fitted(Shown, TrainedModel):
         mesh and a removed landmark of a low-rank model are refused. It copies a `K` in memory.
 
         For `from_trained`, the reference becomes the present parameters: `params()` and later edits of
-        the remaining points are unchanged, and linearised predictions start from the network there.
-        Those parameters, and those at which `J` is taken, were trained on the removed points. Only the
-        edit has removed the effect of these points from them.
+        the remaining points are unchanged, and linearised predictions start from the network there. The
+        reference parameters, and the parameters at which `J` is taken, were trained on the removed
+        points. Only the edit has removed the effect of these points from them.
         """
         return purged(self)
 
@@ -251,8 +251,9 @@ class Fitted(Shown, TrainedModel):
         **Arguments:**
 
         - `xq`, `yq`: queries and their targets.
-        - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (own output less the
-          log-sum-exp of the others), or a function of one query's outputs `(c,)` and target.
+        - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (the output of the query's class
+          minus the log-sum-exp of the other outputs), or a function of one query's outputs `(c,)` and
+          target.
         - `first_order`: the effect of an infinitesimal weight, which is cheaper. It leaves out the leverage
           of the point and the renormalised mean, and is linear in the outputs.
         - `refine`: take steps until the certified distance to exact retraining without the point is at
@@ -274,7 +275,8 @@ class Fitted(Shown, TrainedModel):
 
         - `groups`: positions per group, as a dictionary by name or a list.
         - `of`, `refine`: as in `attribute`.
-        - `interactions`: also the effect of every two groups together less that of each.
+        - `interactions`: for every two groups, also the effect of both together minus the effect of
+          each.
 
         **Returns:** `GroupAttribution`, with the sum of single effects beside the effect of each group.
         """

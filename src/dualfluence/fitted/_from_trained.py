@@ -80,20 +80,21 @@ def from_trained(
     That is `certificate.distance_bound`, with $\|\gamma\|$ as `certificate.gap`. A model that was never
     trained has a large gap and so a large bound; `fit` finds the optimum, without a gap.
 
-    **Nonlinear networks** have no certificate: `certificate.certified` is `False`, its bounds are
-    `inf`. `fidelity` says how far the network is from a stationary point and from its linearisation. If
-    one of them is far, there is a `FidelityWarning`.
+    **Nonlinear networks** have no certificate: `certificate.certified` is `False`, its bounds are `inf`.
+    `fidelity` says how far the network is from a stationary point and from its linearisation. If one of
+    these distances is large, there is a `FidelityWarning`.
 
-    With a scale `P` of the ridge, `PJᵀ` replaces `Jᵀ`, and norms, also that of the gap, are those of `P⁻¹`.
+    With a scale `P` of the ridge, `PJᵀ` replaces `Jᵀ`, and all norms, also the norm of the gap, are
+    taken with `P⁻¹`.
 
     **Arguments:**
 
-    - `model`: `linearize(apply_fn, θ₀)` with the parameters towards which the ridge pulls, or a model
-      of `adapters` at these parameters. Its scale is that of your training, e.g. of a weight-decay
-      mask.
+    - `model`: `linearize(apply_fn, θ₀)` with the parameters towards which the ridge pulls, or a model of
+      `adapters` at these parameters. Its scale must describe the penalty of your training, e.g. a
+      weight-decay mask.
     - `trained_params`: `θ`, a pytree like `θ₀`.
-    - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or
-      at `θ₀` (`"initial"`, as the paper does). The same for linear models.
+    - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or at
+      `θ₀` (`"initial"`, as the paper does). For linear models both are the same.
     - `linearised`: set it if you trained the linearisation at `θ₀` itself.
     - `kernel`: as in `fit`; a given operator must be the kernel at the `tangent`.
     - other arguments: as in `fit`.
@@ -227,11 +228,12 @@ def _check_trained(model: Any, trained_params: PyTree, tangent: object) -> None:
 
 
 def _check_ridge_in_reach(ridge: float, dtype: DTypeLike, distance: float) -> None:
-    """`α = −g/λ` and the norms made of it must be numbers, and `λ` one in the model's dtype."""
+    """`α = −g/λ` and the norms made of it must be finite, and `λ` must be a positive number in the
+    model's dtype."""
     if ridge < float(jnp.finfo(dtype).tiny) or not np.isfinite(distance):
         raise ValueError(
             f"from_trained: α = −g/λ or its norm overflows {dtype} at ridge {ridge:.3g}. Give the ridge "
-            "that the network was trained with; for one trained without, try 1e-4."
+            "that the network was trained with; without one, try 1e-4."
         )
 
 
@@ -249,5 +251,5 @@ def _gap_rounding(
 
 
 def _is_stationary(fidelity: Fidelity, ridge: float, trained: SeenNetwork) -> bool:
-    """Whether training came near its optimum: `‖∇L‖/λ` is small beside `‖θ − θ₀‖`."""
+    """Whether the trained parameters are near the optimum: `‖∇L‖/λ` is small beside `‖θ − θ₀‖`."""
     return fidelity.gradient_norm / ridge <= FAR * float(tree_norm(trained.change))

@@ -1,4 +1,4 @@
-"""Load a fitted state: nothing in its file is believed before it was checked."""
+"""Load a fitted state: everything in its file is checked before it is used."""
 
 import re
 from dataclasses import replace
@@ -186,7 +186,8 @@ def _widening(content: Content, kernel: AbstractKernelOperator | None) -> Wideni
 
 
 def _source(model: object, content: Content) -> AbstractSource:
-    """The model as it was fitted: on rows that unpack, where features were a tree of arrays."""
+    """The source as it was when the model was fitted; if features were a tree of arrays, it takes packed
+    rows."""
     if content.form is None:
         return as_source(model, content.arrays["x"])
     network = as_network(model)
@@ -198,7 +199,7 @@ def _source(model: object, content: Content) -> AbstractSource:
 
 
 def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
-    """Every field, or an exception that names the one that is wrong."""
+    """Every field, or an exception that names the wrong field."""
     fidelity, ridge, drift = header["fidelity"], header["ridge"], header["drift"]
     trained = header["reference"]
     content = Content(
@@ -232,7 +233,7 @@ def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
 
 
 def _form(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Form | None:
-    """How rows of features unpack, where they were a tree of arrays."""
+    """How rows of features unpack, if the features were a tree of arrays."""
     if "form" not in header:
         return None
     try:
@@ -363,7 +364,8 @@ def _reference(source: AbstractSource, content: Content) -> Reference | None:
 def _at_tangent(
     source: AbstractSource, content: Content, reference: Reference | None
 ) -> AbstractSource:
-    """The source with `J` where it was: at the parameters of the model, or at the trained ones."""
+    """The source with `J` at the same parameters as before: those of the model, or the trained
+    parameters."""
     if reference is None or reference.tangent != "trained":
         return source
     params = reference.params
@@ -374,7 +376,8 @@ def _at_tangent(
 
 
 def _parameters(own: PyTree, content: Content, kind: str) -> PyTree:
-    """Stored leaves in the tree of the model's own; what is no number comes from there."""
+    """Stored leaves in the tree of the model's parameters; leaves that are not numbers come from the
+    model."""
     leaves, treedef = jax.tree.flatten(own)
     wanted = {f"{kind}_{i}": leaf for i, leaf in enumerate(leaves) if is_stored(leaf)}
     found = {n: a for n, a in content.arrays.items() if n.startswith(kind) and LEAF.fullmatch(n)}
@@ -452,7 +455,7 @@ def _check_entries(source: AbstractSource, x: Inputs, content: Content) -> None:
 
 
 def _some(points: np.ndarray) -> np.ndarray:
-    """A few points, by chance: whoever forges a file does not know which."""
+    """A few points at random, so that a forger of a file does not know which."""
     return np.sort(np.random.default_rng().permutation(points)[:PROBES])
 
 

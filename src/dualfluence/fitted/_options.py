@@ -97,7 +97,7 @@ def check_operator(name: str, op: object) -> None:
 
 
 def kernel_options(what: str, kernel: KernelArgument) -> KernelOptions:
-    """The options that `kernel=` stands for."""
+    """The `KernelOptions` for the argument `kernel=`."""
     if kernel is None:
         return KernelOptions()
     if isinstance(kernel, KernelOptions):
@@ -144,11 +144,11 @@ AUTO = Auto()
 
 
 class Settings(NamedTuple):
-    """How a run is asked for.
+    """What the caller asked of a run.
 
-    - `what`: who asks, for messages.
+    - `what`: the name of the calling function, for messages.
     - `solver`: of the linear systems.
-    - `rtol`: relative residual of the last of them; `None` for the dtype's own.
+    - `rtol`: relative residual of the last linear system; `None` for the default of the dtype.
     - `on_failure`: whether an answer short of its goal is an error.
     - `progress`: where to report.
     """
@@ -176,7 +176,7 @@ def settings(
 
 
 def is_auto(ridge: object) -> bool:
-    """Whether the ridge is to be found; any other word is an error."""
+    """Whether the ridge is `"auto"`; any other string raises an error."""
     if isinstance(ridge, str) and ridge != "auto":
         raise ValueError(f"ridge: λ must be a positive number or 'auto', got {ridge!r}.")
     return isinstance(ridge, str)

@@ -55,7 +55,8 @@ def purged(model: Trained) -> Trained:
 
 
 def stand_ins(data: TrainingSet) -> np.ndarray:
-    """For each row the row that it shows after a purge: itself, or the first point with a weight."""
+    """For each row, the index of the row whose data it holds after a purge: its own, or that of the
+    first point with a weight."""
     kept = data.sample_weights > 0
     return np.where(kept, np.arange(kept.size), np.argmax(kept)).astype(np.int32)
 
@@ -88,7 +89,8 @@ def purged_operator(op: AbstractKernelOperator, x: Array, rows: np.ndarray) -> A
 def check_settled(
     alpha: Float[Array, "n c"], diagonal: Float[Array, "n c"], gone: np.ndarray
 ) -> None:
-    """Raise unless the model no longer moves with the removed points: their `α` is rounding."""
+    """Raise if removed points still influence the model, that is, if their `α` is larger than
+    rounding."""
     share = jnp.maximum(diagonal, 0) * alpha**2
     part = float(jnp.sqrt(jnp.sum(share[gone]) / jnp.maximum(jnp.sum(share), 1e-300)))
     if part > NEGLIGIBLE * float(jnp.finfo(alpha.dtype).eps):

@@ -1,10 +1,10 @@
 r"""What a file claims about its model, computed again from the model and `K`.
 
-A checksum finds accidents. Whoever writes a file can make it anew, so that `load` believes no number that
-it can compute: outputs at `α = 0`, `Kα`, the diagonal of `K`, the residual and with it the certificate, and
-the gap of a network that its user trained. Where the file agrees to rounding its own bits stay. Outputs
-at `α = 0` from another machine stay as well, because the digest of a desk covers them: what ours differ by
-is rounding of the model from then on.
+A checksum finds accidents. Whoever changes a file can also write a new checksum, so `load` believes no
+number that it can compute: outputs at `α = 0`, `Kα`, the diagonal of `K`, the residual and with it the
+certificate, and the gap of a network that its user trained. If a number in the file agrees to rounding,
+it stays bit for bit. Outputs at `α = 0` from another machine stay as well, because the digest of a desk
+covers them; how far they differ from ours counts as rounding of the model from then on.
 """
 
 from dataclasses import replace
@@ -32,7 +32,8 @@ UNCERTIFIED = "the network is not linear in its parameters, as the file says it 
 
 
 def computed_again(fitted: Fitted, initial: Linearized | None, slack: float) -> Fitted:
-    """The model with everything that its file claims computed anew; `ValueError` if it is another model.
+    """The model with everything that its file claims computed again; `ValueError` if it is another
+    model.
 
     **Arguments:**
 

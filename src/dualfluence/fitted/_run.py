@@ -1,6 +1,7 @@
 """Third stage: a run of Newton steps on a model, which `fit`, `edit` and `retrain` share.
 
-Where rounding of float32 stops a run, it goes on with the same model in float64, which is made here.
+If float32 rounding stops a run, the run continues with the same model in float64. This module makes that
+model.
 """
 
 from dataclasses import dataclass, replace
@@ -31,24 +32,24 @@ from ._options import Settings
 from ._setup import widens
 
 AT_ONCE = 20.0
-"""Mean kernel entry over `λ` from which float32 is not tried on a CPU. The relative bound of a float32 fit
-is then about this many rounding units or more, above the tolerance of such fits. Doubled, some fits are
-made twice."""
+"""If the mean diagonal entry of `K` is more than this many times `λ`, float32 is not tried on a CPU. The
+relative bound of a float32 fit is then about this many rounding units or more, above the tolerance of
+such fits. With twice this value, some fits are made twice."""
 
 SMALL = 2048
-"""Unknowns up to which a CPU does not mind float64. Past them a product with `K` takes twice as long, and
-float64 waits until float32 is refused, as on an accelerator. Doubled, requests of 4,000 unknowns are
-slower."""
+"""Up to this many unknowns, float64 costs little on a CPU. With more unknowns a product with `K` takes
+twice as long, and float64 is used only after float32 is refused, as on an accelerator. With twice this
+value, requests of 4,000 unknowns are slower."""
 
 LOOSE = 1e-5
-"""Relative bound above which a float32 answer that is all rounding is computed again on a CPU. A hundredth
-of it is about what float32 can tell from the truth."""
+"""A float32 answer that is limited by rounding is computed again on a CPU if its relative bound is above
+this value. A hundredth of this value is about the accuracy of float32."""
 
 WIDENED = "float32 data, residuals and dual variables in float64"
 
 
 def can_widen(model: TrainedModel) -> bool:
-    """Whether rounding of float32 is what limits this model, and float64 is to be had."""
+    """Whether this model computes in float32 and could continue in float64."""
     return (
         model.offset.dtype == jnp.float32
         and model.widening != "never"
@@ -57,9 +58,9 @@ def can_widen(model: TrainedModel) -> bool:
 
 
 def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
-    """Whether float32 is not worth a try: on a CPU, where float64 costs twice as much at most.
+    """Whether to skip float32 and start in float64: on a CPU, where float64 costs at most twice as much.
 
-    `any_ridge` is a fit that tries many, small ones among them.
+    `any_ridge`: true for a fit that tries many ridges, including small ones.
     """
     if not can_widen(model):
         return False
@@ -70,7 +71,8 @@ def starts_wide(model: TrainedModel, any_ridge: bool = False) -> bool:
 
 
 def as_given(model: Trained, kernel: object, x: Inputs, y: Numbers) -> Trained:
-    """The model with points, targets and kernel in the digits that the caller gave: NumPy's have 64 bits."""
+    """The model with points, targets and kernel in the precision that the caller gave: NumPy arrays may
+    have 64 bits."""
     data, source = model.data, model.source
     with double():
         targets = model.loss.prepare_targets(y, model.num_outputs, jnp.dtype("float64"))
@@ -83,7 +85,8 @@ def as_given(model: Trained, kernel: object, x: Inputs, y: Numbers) -> Trained:
 def falls_short(model: TrainedModel, certificate: Certificate, met: bool) -> bool:
     """Whether a float32 answer that would be accepted is worth a second one in float64.
 
-    On accelerators it is not: the bound says what it is worth, and float64 may cost many times more.
+    On accelerators a second answer is not worth its cost: float64 may take many times longer, and the
+    bound shows how good the float32 answer is.
     """
     bound = certificate.relative_bound
     loose = certificate.at_floor and certificate.certified and bound > LOOSE
@@ -99,13 +102,13 @@ def widened_model(model: Trained) -> Trained:
 
 
 _WIDE: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""Models in float64 by those in float32 that they were made from."""
+"""Models in float64, by the float32 models that they were made from."""
 
 
 def _widened(model: Trained) -> Trained:
     """The same model with `K`, outputs and dual variables in float64.
 
-    `K` is computed anew in float64 where that fits in memory. Otherwise, and where it was handed in, it
+    `K` is computed again in float64 if it then fits in memory. Otherwise, or if `K` was handed in, `K`
     stays as it is and its products accumulate in float64.
     """
     model = model.without_spare_rows()
@@ -143,7 +146,8 @@ def _widened(model: Trained) -> Trained:
 
 
 def kept_operator(model: TrainedModel) -> AbstractKernelOperator | None:
-    """`K` in float32 with float64 products, where it is not to be computed anew; in a `double` scope."""
+    """`K` kept in float32 with products in float64, or `None` if `K` is to be computed again. Call it in
+    a `double` scope."""
     own = model.kernel_op
     if own.follows_points:
         return None
@@ -154,7 +158,7 @@ def kept_operator(model: TrainedModel) -> AbstractKernelOperator | None:
 
 
 def _operator(model: TrainedModel, source: AbstractSource) -> AbstractKernelOperator:
-    """`K` in float64, or the one in float32 with wide products."""
+    """`K` in float64, or the `K` in float32 with products in float64."""
     form = "matrix-free" if model.kernel_op.follows_points else "dense"
     kept = kept_operator(model)
     if kept is not None:
@@ -163,7 +167,7 @@ def _operator(model: TrainedModel, source: AbstractSource) -> AbstractKernelOper
 
 
 def _reference(model: TrainedModel, source: AbstractSource) -> Reference | None:
-    """The trained parameters as the widened network takes them."""
+    """The trained parameters in the form that the float64 network takes."""
     ref, network = model.reference, model.source.network
     if ref is None or network is None or source.network is None:
         return None
@@ -184,8 +188,8 @@ BENT = (
 
 @dataclass(frozen=True, eq=False)
 class Done(Generic[Trained]):
-    """The model that a run started from, in the precision that it ended in, the one after it, and why it
-    ended."""
+    """The result of a run: the starting model (in the precision in which the run ended), the final
+    model, and the reason why the run ended."""
 
     before: Trained
     after: Trained
@@ -203,7 +207,7 @@ def zero(model: TrainedModel) -> State:
 class Task(Generic[Trained]):
     """Newton steps on `data` from `start` to `goal`, with the kernel, ridge and preconditioner of `model`.
 
-    `notes` come before those of the run in its `stats`.
+    In the `stats` of the run, `notes` come before the notes of the run itself.
     """
 
     model: Trained
@@ -218,7 +222,8 @@ class Task(Generic[Trained]):
 def run(task: Task[Trained]) -> Done[Trained]:
     """Take the steps of a task.
 
-    Where rounding of float32 leaves an answer short, the run is repeated in float64 from where it came to.
+    If float32 rounding stops a run before its goal, the run continues in float64 from where it is; a run
+    of a given number of steps is repeated from its start.
     """
     model, start, goal, how = task.model, task.start, task.goal, task.how
     if not can_widen(model):
@@ -290,7 +295,7 @@ def _run(task: Task[Trained]) -> Done[Trained]:
 
 
 def _bends(model: TrainedModel) -> bool:
-    """Whether a network that was linear wherever it was tried is not linear at this answer."""
+    """Whether a network that was found linear in earlier tests is not linear at this answer."""
     ref = model.reference
     if ref is None or ref.proven or not ref.certified:
         return False

@@ -1,5 +1,5 @@
-"""Second stage: what a fit needs before its first step. Checked data, `K`, base outputs, preconditioner;
-for an edit, rows for the points that it adds."""
+"""Second stage: prepare what a fit needs before its first step: checked data, `K`, base outputs and a
+preconditioner. For an edit: rows for the points that it adds."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,17 +50,18 @@ from ..solvers import (
 from ._options import KernelOptions, Sketch
 
 POWER_STEPS = 1
-"""Passes over `K` that sharpen the sketch. Doubled, CG saves an iteration or two, and the fit takes one
-more block product."""
+"""Passes over `K` that sharpen the sketch. With twice this number, CG saves an iteration or two, and the
+fit takes one more block product."""
 
 
 PROBES = 16
 KERNEL_SLACK = 1e-2
-"""A kernel that is handed in may be stored in half precision."""
+"""Largest relative error of a kernel that is handed in: it may be stored in half precision."""
 
 
 class Setup(NamedTuple):
-    """Training set, operator, base outputs on its rows, and words for the stats."""
+    """Training set, kernel operator, base outputs on the rows of the operator, and notes for the
+    stats."""
 
     data: TrainingSet
     op: AbstractKernelOperator
@@ -79,10 +80,10 @@ def prepare(
     kernel: KernelOptions,
     progress: bool | ProgressFn,
 ) -> Setup:
-    """Checked training set, operator and base outputs.
+    """Make the checked training set, kernel operator and base outputs.
 
-    `ridge` is a checked one, of which only the range of the dtype is left to see, or `None` where it is
-    still to be found.
+    `ridge` has been checked except for the range of the dtype, which is checked here. It is `None` if
+    the ridge is still to be chosen.
     """
     check_loss(what, loss, AbstractLoss)
     check_progress(what, progress)
@@ -127,7 +128,7 @@ def make_operator(
     dtype: DTypeLike,
     progress: bool | ProgressFn,
 ) -> tuple[AbstractKernelOperator, tuple[str, ...]]:
-    """`K` as the options say, checked, and words about it."""
+    """`K` as the options say, checked, and notes about it."""
     op, notes = kernel.operator, ()
     if op is None:
         form, notes = choose_form(source, kernel.form, x.shape[0], num_outputs, dtype)
@@ -146,7 +147,7 @@ def make_operator(
 
 
 def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
-    """Whether a model of this source and kernel can be had in float64 later on."""
+    """Whether a model with this source and kernel can later be continued in float64."""
     if not source.can_widen:
         return False
     stored = op.has_entries or op.layout.sharding is not None
@@ -155,19 +156,20 @@ def widens(source: AbstractSource, op: AbstractKernelOperator) -> bool:
 
 
 def widening(options: KernelOptions) -> Widening:
-    """What becomes of `K` where float32 is not enough, from what the caller said of `K`."""
+    """How `K` is handled if float32 is not enough, given the caller's options for `K`."""
     if options.refine is not None:
         return "at once" if options.refine else "never"
     return "computed anew" if options.operator is None else "as stored"
 
 
 def start_norm(source: AbstractSource) -> float:
-    """`‖θ₀‖` in the norm of the ridge, or of the parameters that `J` is taken at; 0 without any."""
+    """`‖θ₀‖` in the norm of the ridge; without `θ₀`, the norm of the parameters at which `J` is taken; 0
+    without a network."""
     return 0.0 if source.network is None else float(source.network.size)
 
 
 def enter_features(what: str, source: AbstractSource, x: Inputs, targets: AnyArray) -> Array:
-    """Training features; without them, the positions of a precomputed kernel."""
+    """Training features; if `x` is `None`, positions in a precomputed kernel."""
     if x is not None:
         return enter_points("x", x, source.form)
     if source.network is not None:
@@ -186,7 +188,7 @@ def enter_features(what: str, source: AbstractSource, x: Inputs, targets: AnyArr
 def _check_values(
     what: str, loss: AbstractLoss, num_outputs: int, targets: Array, dtype: DTypeLike
 ) -> None:
-    """Raise unless the loss gives one real number per point."""
+    """Raise unless the loss works for these shapes and gives one real number per point."""
     n = targets.shape[0]
     outputs = jax.ShapeDtypeStruct((n, num_outputs), dtype)
     about = f"outputs of shape {outputs.shape} and targets of shape {targets.shape}"
@@ -206,7 +208,8 @@ def _check_values(
 def check_given(
     what: str, source: AbstractSource, x: Array, num_outputs: int, op: AbstractKernelOperator
 ) -> None:
-    """A kernel that was handed in must be this model's: compare its diagonal at a few points."""
+    """Raise unless a kernel that was handed in belongs to this model. Its diagonal is compared at a few
+    points."""
     n = x.shape[0]
     if (op.layout.num_points, op.num_outputs) != (n, num_outputs):
         raise ValueError(
@@ -240,10 +243,10 @@ def _at_precision(
 
 
 def rounding_unit(source: AbstractSource, op: AbstractKernelOperator) -> float | None:
-    """The unit that products and outputs round by where that is coarser than their dtype says.
+    """The rounding unit of products and outputs, if it is coarser than that of their dtype.
 
-    That of a network with narrow arithmetic, or of products at a lower precision, measured on one:
-    `|δ(Kv)_i|` over the `√K_ii ‖√K v‖` that it is in proportion to.
+    It is coarser for a network with low-precision arithmetic or for products at a lower precision. It is
+    measured on one product, as the ratio of the error `|δ(Kv)_i|` to `√K_ii ‖√K v‖`.
     """
     own, precision = source.narrow_eps, op.narrow.product_precision
     if precision in (None, HIGHEST):
@@ -263,7 +266,7 @@ def place_source(
     mesh: Mesh | Sequence[Device] | None,
     op: AbstractKernelOperator | None,
 ) -> AbstractSource:
-    """The source with its rows on `mesh`, or where those of a given operator are."""
+    """The source with its rows on `mesh`, or on the devices that hold the rows of a given operator."""
     if op is None:
         return source if mesh is None else ShardedSource(source, as_mesh(mesh))
     sharding = op.layout.sharding
@@ -325,8 +328,8 @@ def make_preconditioner(
     solver: AbstractDualSolver,
     sketch: Sketch,
 ) -> tuple[AbstractPreconditioner, int, tuple[str, ...]]:
-    """A sketch of `K` for CG: two passes over the entries if `K` has any, otherwise columns at
-    landmarks. With the products that it took, and notes."""
+    """A sketch of `K` for CG: by two passes over the entries of `K`, or, if `K` has no entries, by
+    columns at landmarks. Returns the preconditioner, the number of products with `K`, and notes."""
     op, rank = op.narrow, sketch.rank
     solver = solver.inner if isinstance(solver, Refined) else solver
     size = op.num_points * op.num_outputs
@@ -357,8 +360,8 @@ def make_preconditioner(
 def extended(model: Trained, data: TrainingSet, progress: bool | ProgressFn) -> Trained:
     """`model` with rows for the points that `data` appends: `α = 0`, weight 0 before the edit.
 
-    New points go into spare rows; where there are none, the kernel grows by more than it needs.
-    A mesh gets a border instead.
+    New points go into spare rows. Without enough spare rows, the kernel grows by more rows than needed
+    now. On a mesh the new rows form a border instead.
     """
     old, new = model.data.num_points, data.num_points
     if old == new:

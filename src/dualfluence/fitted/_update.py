@@ -1,7 +1,8 @@
-"""A model after an edit of its training set: what changed, further edits, and how far many may have drifted.
+"""A model after an edit of its training set: what changed, further edits, and how far a chain of edits
+may have drifted.
 
-One step leaves an error that is quadratic in the change. A later step starts from there, so a chain of
-small edits mostly heals itself, and a chain of large ones does not. The certificate of the last
+One step leaves an error that is quadratic in the change. A later step starts from the new state, so a
+chain of small edits mostly heals itself, and a chain of large ones does not. The certificate of the last
 answer bounds the whole chain, because it is about the edited objective and not about the step.
 """
 
@@ -98,7 +99,8 @@ def check_drift(drift: Any) -> None:
 
 
 def exceeds(certificate: Certificate, drift: float | None) -> bool:
-    """Whether an answer may be farther from retraining than `drift` allows; also if nobody knows."""
+    """Whether an answer may be farther from retraining than `drift` allows; also true without a
+    certificate."""
     return drift is not None and not certificate.relative_bound <= drift
 
 
@@ -108,7 +110,7 @@ def follow(before: Stats, certificate: Certificate, *, met: bool) -> Chain:
     **Arguments:**
 
     - `before`: stats of the model that was edited.
-    - `certificate`: of the answer.
+    - `certificate`: the certificate of the answer.
     - `met`: whether a tolerance on the distance was asked for and met.
     """
     if met:
@@ -130,9 +132,8 @@ def told(stats: Stats, chain: Chain) -> Stats:
 
 
 def distance_limit(certificate: Certificate, drift: float) -> float:
-    """`drift` as a distance to go on `until`.
-
-    `‖θ − θ₀‖` moves a little in the steps to come: a tenth is kept in hand for that.
+    """`drift` as a distance for `until`. `‖θ − θ₀‖` changes a little in the steps to come, so the
+    distance is a tenth smaller.
     """
     if not certificate.certified:
         raise ValueError(

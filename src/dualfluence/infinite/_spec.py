@@ -42,9 +42,9 @@ AnyPairs = Any
 class AbstractLayer(abc.ABC):
     """A layer: its kernel transform in the infinite limit and its finite version.
 
-    The per-point pass (`self_pass`) follows each sample with itself and records the values that pairs
-    need: the variances of its output and, for some layers, more. The pair pass (`cross_pass`) uses the
-    records of both samples. Both run the same transform, `pairs`.
+    The per-point pass (`self_pass`) computes the kernel of each sample with itself and records the
+    values that pairs need: the variances of its output and, for some layers, more. The pair pass
+    (`cross_pass`) uses the records of both samples. Both run the same transform, `pairs`.
     """
 
     @abc.abstractmethod

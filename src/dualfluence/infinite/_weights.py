@@ -257,7 +257,8 @@ def padded(
 def need_window(
     band: Band, spec: Spec, strides: tuple[int, int], reach: tuple[int, int], padding: str
 ) -> Band:
-    """Displacements before a window with `strides` whose two pixels move `reach` apart."""
+    """The pixel displacements needed before a window with `strides`, if the two pixels of a pair can
+    differ by up to `reach`."""
     if band is None:
         return None
     need = (band[0] * strides[0] + reach[0], band[1] * strides[1] + reach[1])

@@ -1,4 +1,4 @@
-r"""Check that points do not see each other: $f(x)_i$ may depend on $x_i$ alone.
+r"""Check that the output at a point does not depend on other points: $f(x)_i$ is a function of $x_i$.
 
 Batch norm in training mode, attention across the batch or `x - x.mean(0)` have no per-point Jacobian,
 and every number computed from one would be wrong. The jaxpr is examined first. This proves for most
@@ -113,7 +113,7 @@ class Apart:
         self._passed: list[tuple[weakref.ref[Array], ...]] = []
 
     def check(self, leaves: Leaves, rest: Leaves, x: Inputs) -> None:
-        """Raise `ValueError` if points see each other."""
+        """Raise `ValueError` if the output at a point depends on other points."""
         arrays = [a for a in jax.tree.leaves((leaves, rest)) if isinstance(a, jax.Array)]
         if self.proven or any(isinstance(a, Tracer) for a in (*arrays, *jax.tree.leaves(x))):
             return
@@ -151,8 +151,8 @@ def _check_jacobian(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> Non
 def _middle_row(fn: Batched, leaves: Leaves, rest: Leaves, x: Inputs) -> tuple[Array, list[Array]]:
     """Outputs of the middle point, and a combination of their derivatives.
 
-    It runs at full precision. The rounding of narrow products, the default on some devices, would look
-    like points that see each other.
+    It runs at full precision. The rounding of products at low precision, the default on some
+    devices, would look like a dependence on other points.
     """
     with jax.default_matmul_precision(PRECISION):
         f, back = jax.vjp(lambda free: fn(free, rest, x), leaves)
@@ -194,7 +194,8 @@ def _compare(
     gap = max((float(np.max(np.abs(a - b), initial=0)) for a, b in pairs), default=0.0)
     if gap > slack * size:
         raise ValueError(
-            f"apply_fn: points see each other: the {what} of one point change by {gap:.3g} of"
-            f" {size:.3g} when evaluated side by side {cause}, so no per-point derivative exists. Put"
-            " batch norm and dropout in inference mode; take no means, sums or attention over axis 0."
+            f"apply_fn: the output at one point depends on other points: the {what} of one point change "
+            f"by {gap:.3g} of {size:.3g} when evaluated side by side {cause}, so no per-point derivative "
+            "exists. Put batch norm and dropout in inference mode; take no means, sums or attention over "
+            "axis 0."
         )

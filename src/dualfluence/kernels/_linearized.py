@@ -320,7 +320,7 @@ class Linearized(eqx.Module):
         return max(1, GRADIENT_BYTES // (8 * c * max(self.num_params, 1)))
 
     def apply_shape(self, x: Inputs) -> tuple[int, int]:
-        """`(n, c)`, or an error if `apply_fn` returns anything else or if points see each other."""
+        """`(n, c)`, or an error if `apply_fn` returns anything else or mixes points."""
         known = isinstance(self.apply_fn, Snapshot) and self.apply_fn.fits(x)
         n, c = (count_points(x), self._columns()) if known else self._traced_shape(x)
         if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(x)):
@@ -346,8 +346,8 @@ class Linearized(eqx.Module):
         return count_points(x), check_outputs("linearize", out, count_points(x))
 
     def _guard(self, x: Inputs) -> None:
-        """Raise if points see each other: by a proof for any parameters or, if there is none, by a
-        probe for these."""
+        """Raise if the output at a point depends on other points: by a proof for any parameters or, if
+        there is none, by a probe for these."""
         now = self._snapshot(x)
         apart = _GUARDS.get((now, self.trainable))
         if apart is not None and apart.proven:
@@ -364,10 +364,11 @@ class Linearized(eqx.Module):
 
     @property
     def arithmetic_eps(self) -> float:
-        """The rounding unit of the network: that of its least precise step, once the network is bound.
+        """The rounding unit of the network. Once the network is bound, it is the unit of its least
+        precise step.
 
-        Half-precision layers or TF32 products inside a float32 network make it larger than that of its
-        dtype.
+        Half-precision layers or TF32 products inside a float32 network make it larger than the rounding
+        unit of float32.
         """
         own = float(jnp.finfo(self.dtype).eps)
         fn = self.apply_fn
@@ -448,18 +449,18 @@ def linearize(
     For a model that is linear in its parameters, `anchor="zero"` gives the usual
     $\frac{\lambda}{2}\|\theta\|^2$ instead (paper, section 3.4); `fit` checks that it is linear.
 
-    With a `scale`, $P$ on the diagonal, the ridge is
-    $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$: the ridge hardly pulls a parameter with a large
-    scale. The kernel is then $JPJ^\top$, parameters are $\theta_0+PJ^\top\alpha$, and all norms and
-    distances of parameters in fits, edits and certificates are those of $P^{-1}$.
+    With a `scale`, $P$ on the diagonal, the ridge is $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$:
+    the ridge hardly pulls a parameter with a large scale. The kernel is then $JPJ^\top$, parameters are
+    $\theta_0+PJ^\top\alpha$, and all norms and distances of parameters in fits, edits and certificates
+    are taken with $P^{-1}$.
 
     **Arguments:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of
-      arrays, must not see each other. Each call of `fit`, `from_trained` or `kernel` reads everything
-      else that the function uses (closed-over arrays, attributes, globals). The results keep these
-      values and raise an error if they change later. For a model of `adapters`, its function and its
-      trainable parameters are used.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of arrays,
+      must not depend on each other. Each call of `fit`, `from_trained` or `kernel` reads everything else
+      that the function uses (closed-over arrays, attributes, globals). The results keep these values and
+      raise an error if they change later. For a model of `adapters`, its function and its trainable
+      parameters are used.
     - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable;
       all else (integers, Python numbers, functions, …) is kept unchanged. Statistics are kept unchanged
       too: a collection such as `batch_stats` beside `params`, and variables of NNX that are not

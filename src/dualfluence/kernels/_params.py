@@ -120,8 +120,8 @@ def _collections(params: PyTree) -> frozenset[str]:
 def opened(what: str, given: Any, trainable: Trainable) -> tuple[ApplyFn, Trainable]:
     """`apply_fn` and its trainable leaves, from a function or from a network that holds both.
 
-    A network of `linearize` or `adapters` is recognised by its attributes, because this module comes
-    before theirs.
+    A network of `linearize` or `adapters` is recognised by its attributes, because the modules of both
+    come after this one.
     """
     network = getattr(given, "linearized", given)
     if not hasattr(network, "as_given"):
@@ -298,7 +298,7 @@ class Shifted(eqx.Module):
 
     @property
     def mask(self) -> tuple[bool, ...]:
-        """Which leaves of this tree are trained: those of the move."""
+        """Which leaves of this tree are trained: only the leaves of `move`."""
         base, roots = len(jax.tree.leaves(self.base)), len(jax.tree.leaves(self.roots))
         return (*[False] * (base + roots), *[True] * len(jax.tree.leaves(self.move)))
 
@@ -338,7 +338,8 @@ def split_leaves(params: PyTree, trainable: tuple[bool, ...]) -> tuple[PyTree, P
 
 
 def weighted(step: PyTree, scale: tuple[Array | None, ...]) -> PyTree:
-    """`P^{-1/2}` times a step. The norm of `P⁻¹` is the root of the sum of its squares."""
+    """`P^{-1/2}` times a step. The norm of a step with respect to `P⁻¹` is the root of the sum of
+    squares of this result."""
     return _map(_over, step, _roots(scale))
 
 

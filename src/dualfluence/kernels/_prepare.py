@@ -272,7 +272,8 @@ def prepare_kernel(
     method: Method,
     precision: PrecisionLike,
 ) -> tuple[Prepared, Leaves, Leaves]:
-    """Make a recipe for the kernel of `apply_fn`, or reuse that of an earlier call with the same shapes.
+    """Make a recipe for the kernel of `apply_fn`, or reuse the recipe of an earlier call with the same
+    shapes.
 
     **Returns:** the prepared kernel, the trainable leaves and the fixed arrays.
     """

@@ -49,7 +49,7 @@ class SpreadCholesky(eqx.Module):
         return on_shards(solve, self.mesh, (ROWS, ROWS), ROWS)(self.factor, u)
 
     def solve(self, v: Float[Array, "m q"]) -> Float[Array, "m q"]:
-        """`A⁻¹ v`, the rows of both on the devices that hold those of `A`."""
+        """`A⁻¹ v`. The rows of `v` and of the result are on the devices that hold the rows of `A`."""
         return self.back(self.half(v))
 
 

@@ -94,7 +94,7 @@ class AbstractSource(eqx.Module):
         return 1
 
     def placing(self, other: "AbstractSource") -> "AbstractSource":
-        """`other`, with its rows on the devices of this one."""
+        """`other`, with its rows on the devices of this source."""
         return other
 
     @property

@@ -100,7 +100,8 @@ class Layout:
         return Layout((*self.blocks, (num_points, rows)), self.sharding)
 
     def expand(self, values: np.ndarray, padding: Literal["zero", "last"] = "last") -> np.ndarray:
-        """One entry per row from one per point, on the host; padding repeats the last entry of a block."""
+        """One entry per row, from an array with one entry per point, on the host; padding repeats the
+        last entry of a block."""
         parts, start = [], 0
         for points, rows in self.blocks:
             part = values[start : start + points]
@@ -147,7 +148,8 @@ class Layout:
 
 
 def rows_for(num_points: int, num_rows: int) -> int:
-    """The number of rows for so many points: the present one, or a larger one with some spare rows.
+    """The number of rows for this many points: the present number, or a larger number with some spare
+    rows.
 
     A stream of single points then meets few shapes, each of which is compiled once.
     """
@@ -256,7 +258,7 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     def is_kronecker(self) -> bool:
-        """Whether `K = Σ ⊗ I_c`; its entries are then those of `Σ`."""
+        """Whether `K = Σ ⊗ I_c`; `entries()` are then the entries of `Σ`."""
         return False
 
     @property
@@ -281,8 +283,8 @@ class AbstractKernelOperator(eqx.Module):
 
     @property
     def narrow(self) -> "AbstractKernelOperator":
-        """The operator for solves: itself, or the float32 operator inside one that multiplies in
-        float64."""
+        """The operator for solves: this operator, or, if it multiplies in float64, the float32 operator
+        inside it."""
         return self
 
     @property

@@ -78,7 +78,7 @@ def widen(op: AbstractKernelOperator) -> AbstractKernelOperator:
         return op
     if not jax.config.read("jax_enable_x64"):
         raise ValueError(
-            "kernel: refine=True keeps residuals in float64; call "
+            "kernel: refine=True keeps residuals in float64, but JAX's 64-bit types are off. Call "
             "jax.config.update('jax_enable_x64', True) first. The kernel may stay float32."
         )
     # Traced once with nothing in it: a structure without such products says so here, not in a solve.

@@ -141,7 +141,8 @@ class ShardedMatrixFreeOperator(AbstractTangentOperator):
 
     def dense(self) -> NoReturn:
         raise UnsupportedStructure(
-            "kernel: a ShardedMatrixFreeOperator has no dense: its entries are on no device. Use CG."
+            "kernel: a ShardedMatrixFreeOperator cannot give K as a dense matrix, because it never computes "
+            "the entries of K. Use CG."
         )
 
     def at_points(self, x: Inputs, layout: Layout) -> "ShardedMatrixFreeOperator":

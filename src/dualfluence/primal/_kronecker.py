@@ -65,10 +65,10 @@ class EKFAC(AbstractPrimalSolver):
 
 
 class Block(eqx.Module):
-    """An orthonormal basis of one place, `left ⊗ right`, and its eigenvalues.
+    """An orthonormal basis `left ⊗ right` for the parameters of one `Place`, and the eigenvalues.
 
-    `left` is `None` for one-hot rows, whose factor is diagonal as it stands; a leaf without factors
-    has `(1, size, size)` as `right`, or `None` where only its diagonal is kept.
+    `left` is `None` for one-hot rows, whose factor is diagonal as it stands; a leaf without factors has
+    `(1, size, size)` as `right`, or `None` if only its diagonal is kept.
     """
 
     left: Float[Array, "b m m"] | None
@@ -265,7 +265,7 @@ def _moments(
 
 
 def _counts(idx: Array, weight: Array, m: int) -> Array:
-    """The diagonal of `A` for one-hot rows, `(b, m)`; rows out of range count for nothing."""
+    """The diagonal of `A` for one-hot rows, `(b, m)`; rows out of range do not count."""
     inside = jnp.where(idx < 0, m, idx)
     spread = jnp.broadcast_to(weight[:, None, None], idx.shape)
     blocks = [

@@ -31,8 +31,8 @@ SINGULAR = 1e3
 class Arnoldi(AbstractPrimalSolver):
     r"""$\sum_{k\le r} v_k v_k^\top/(\mu_k+\delta)$ from the `r` largest eigenpairs of `C`.
 
-    For a symmetric matrix Arnoldi's iteration is that of Lanczos; ours is reorthogonalised. The part of
-    a right-hand side outside the `r` directions is dropped, as in the original method. With
+    For a symmetric matrix Arnoldi's iteration is Lanczos' iteration; ours is reorthogonalised. The part
+    of a right-hand side outside the `r` directions is dropped, as in the original method. With
     `complement=True` it is divided by `δ`. Exact at full rank. The facts report the share of the
     right-hand sides (`captured`) and of the trace of `C` (`captured_trace`) that the directions hold.
 
@@ -99,8 +99,8 @@ class Nystrom(AbstractPrimalSolver):
         slack = SINGULAR * float(jnp.finfo(dtype).eps) * max(float(high), 0.0)
         if float(low) < -slack:
             raise ValueError(
-                f"Nystrom: the Hessian is indefinite, eigenvalue {float(low):.3g} of at most "
-                f"{float(high):.3g} on the drawn directions. Use hessian='gauss-newton'."
+                "Nystrom: the Hessian is indefinite. On the drawn directions its smallest eigenvalue is "
+                f"{float(low):.3g} and its largest {float(high):.3g}. Use hessian='gauss-newton'."
             )
         facts: Json = {"products": rank + 1}
         return _LowRank("Nystrom", curvature, basis, np.asarray(values), self, facts).checked()

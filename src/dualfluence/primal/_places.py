@@ -1,9 +1,9 @@
 r"""Where parameters enter a function as a product: `∂f/∂W = Σ_s A_s ⊗ G_s`, and in which order.
 
-The places are those that the kernels' reader finds in the backward pass: dense layers,
-convolutions, embeddings, and the biases and scales that share a dense layer's `G`. An approximation
-of the curvature by Kronecker factors needs one thing more than a kernel does: which entry of the
-product belongs to which entry of the parameter. That is read off the same operations.
+The places are found in the backward pass by the reader of `kernels`: dense layers, convolutions,
+embeddings, and the biases and scales that share a dense layer's `G`. An approximation of the curvature
+by Kronecker factors also needs to know which entry of the product belongs to which entry of the
+parameter. The same operations show this.
 """
 
 from collections.abc import Hashable, Sequence
@@ -72,7 +72,8 @@ class Place:
         return jnp.concatenate(lefts, axis=-1), pairs[0][1].astype(dtype)
 
     def gather(self, leaves: Sequence[Any]) -> Array:
-        """The leaves as `(b, m, n)`; those of other places are not read, and may be `None`."""
+        """The leaves of this place as `(b, m, n)`; leaves of other places are not read, and may be
+        `None`."""
         b, _, _, n = self.sizes
         parts = [
             jnp.reshape(leaves[k], (-1,))[order].reshape(b, m, n)
@@ -99,7 +100,7 @@ class Places:
     """The backward pass of one network at one shape of points, with its places.
 
     - `places`: sums of products.
-    - `whole`: leaves without: `(leaf, slot, size)`.
+    - `whole`: leaves without a place: `(leaf, slot, size)`.
     - `paths`: names of the leaves.
     """
 
@@ -148,7 +149,7 @@ class Places:
 
 
 _KEPT = Kept[Places](16)
-"""Places of functions, so that repeated requests compile nothing."""
+"""Places of functions, so that repeated requests need no compilation."""
 
 
 def find_places(model: Linearized, x: AnyLeaf) -> Places:

@@ -21,7 +21,7 @@ from ._curvature import Curvature, make_curvature
 
 
 def entered_network(what: str, model: Any, widen: bool) -> Linearized:
-    """The network; `widen` computes one in float32 in float64 on a CPU, where nothing is lost by it."""
+    """The network; with `widen`, a float32 network computes in float64 on a CPU."""
     model = as_network(model)
     check_instance(f"{what}: model", model, Linearized, "made by linearize")
     if not widen or model.dtype != jnp.float32 or jax.default_backend() != "cpu":
@@ -52,7 +52,7 @@ def training_start(
     weights: Numbers | None,
     loss: AbstractLoss,
 ) -> Start:
-    """What a user hands in, checked; in the precision of the model."""
+    """The checked arguments of a user, in the precision of the model."""
     theta = check_params(f"{what}: params", model, params)
     model = bound_network(model, x)
     theta = model.enter(theta)

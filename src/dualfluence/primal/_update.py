@@ -53,7 +53,7 @@ class PrimalUpdate(Shown, eqx.Module):
 
     @in_own_precision
     def params(self) -> PyTree:
-        """`θ* + Δθ` (paper, eq. 1), a pytree like the one given to `linearize`."""
+        """`θ* + Δθ` (paper, eq. 1), a pytree like the parameters given to `linearize`."""
         return self.model.leave(self._after())
 
     @property
@@ -75,8 +75,8 @@ class PrimalUpdate(Shown, eqx.Module):
 
     @in_own_precision
     def predict(self, xq: Inputs) -> Float[Array, "q c"]:
-        """Outputs at queries with the new parameters: those of the linearised model if the update is
-        linearised, else those of the network."""
+        """Outputs at queries with the new parameters: outputs of the linearised model if the update is
+        linearised, else of the network."""
         outputs = outputs_at(
             self.model,
             self._after(),
@@ -139,7 +139,7 @@ class PrimalUpdate(Shown, eqx.Module):
 
 
 def tangent_model(model: Linearized, params: PyTree, linearised: bool) -> Linearized:
-    """The model whose `jvp` and `vjp` are those of training: `J` at `θ₀`, or at `θ*`."""
+    """The model with the `jvp` and `vjp` of training: `J` at `θ₀`, or at `θ*`."""
     return model if linearised else replace(model, params=params)
 
 

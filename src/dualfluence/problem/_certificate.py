@@ -26,7 +26,7 @@ OnFailure = Literal["raise", "report"]
 
 
 class NotConverged(RuntimeError):
-    """A solve or a fit did not reach its tolerance. The message says how far it came."""
+    """A solve or a fit did not reach its tolerance. The message states the distance that was reached."""
 
 
 class Stats(NamedTuple):
@@ -35,7 +35,7 @@ class Stats(NamedTuple):
     - `steps`: Newton steps.
     - `iterations`: iterations of the linear solver, over all steps.
     - `products`: products with `K`, all included.
-    - `converged`: whether the answer is what was asked for; `notes` say so where rounding set the end.
+    - `converged`: whether the answer is what was asked for; if rounding ended the run, `notes` say so.
     - `residual`: relative residual of the last linear solve.
     - `seconds`: wall time until the result was ready.
     - `solver`, `reason`: the linear solver, and why that one.
@@ -94,8 +94,8 @@ class Certificate(Shown):
 
     `L_w` is λ-strongly convex, so $\|\theta-\theta^\star\| \le \|\nabla L_w(\theta)\|/\lambda$ with
     $\|\nabla L_w\| = \sqrt{\rho^\top K\rho}$. The bound is about the linearised objective with the
-    kernel in use. With a scale `P` of the ridge (see `linearize`) norms of parameters are those of
-    `P⁻¹` and norms of gradients those of `P`. Parameter `k` may then be off by `√P_k` times the bound.
+    kernel in use. With a scale `P` of the ridge (see `linearize`) norms of parameters are taken with
+    `P⁻¹` and norms of gradients with `P`. Parameter `k` may then be off by `√P_k` times the bound.
 
     - `gradient_norm`: `‖∇L_w‖` as computed.
     - `rounding`: a first-order estimate (not a proof) of the effect of floating point. It is part of
@@ -108,7 +108,7 @@ class Certificate(Shown):
     - `certified`: `False` for a network that is not linear in its parameters; its bounds are `inf`.
     - `reading`: the rounding of parameters when they are returned in float32: half a rounding unit of each.
     - `noise`: how much of `gradient_norm` can be rounding, an estimate for rows that round
-      independently. It is not part of the bound; steps end when the gradient has fallen to it.
+      independently. It is not part of the bound; steps end when the gradient has fallen to `noise`.
     """
 
     gradient_norm: float
@@ -190,7 +190,7 @@ def measure_norms(
     k_rho: Float[Array, "n c"],
     kernel_diagonal: Float[Array, "n c"],
 ) -> Norms:
-    """The parts of the certificate at `state`, from its residual `ρ` and `Kρ`."""
+    """The parts of the certificate at `state`, from the residual `ρ` at `state` and from `Kρ`."""
     return norms_of_square(problem, state, rho, jnp.sum(rho * k_rho), kernel_diagonal)
 
 

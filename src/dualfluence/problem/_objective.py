@@ -36,9 +36,9 @@ FLOAT = np.finfo(np.float64)
 class TrainingSet(Shown):
     """Features, prepared targets and sample weights `s`; the objective uses `w = s / Σs`.
 
-    Removed points keep their row with weight zero: positions never shift and nothing is compiled again.
-    `purged` are the positions whose features and targets were deleted, so that no edit can bring them
-    back. `form` describes how rows of `x` unpack, if features are a tree of arrays.
+    Removed points keep their row with weight zero: positions never shift and programs need no
+    recompilation. `purged` are the positions whose features and targets were deleted, so that no edit
+    can bring them back. `form` describes how rows of `x` unpack, if features are a tree of arrays.
     """
 
     x: Array
@@ -146,7 +146,7 @@ class Problem(eqx.Module):
         return jnp.sum(self.weights * losses) + ridge_term
 
     def value_noise(self, state: State) -> Float[Array, ""]:
-        """An estimate of the rounding of `value`, from that of the outputs and of the sum."""
+        """An estimate of the rounding of `value`, from the rounding of the outputs and of the sum."""
         f = self.outputs(state)
         losses = jnp.abs(self.loss.value(f, self.targets))
         slopes = jnp.sum(jnp.abs(self.loss.grad(f, self.targets) * f), axis=1)

@@ -35,7 +35,7 @@ class Quantity(eqx.Module):
         return jax.vmap(self.fn)(outputs, targets)
 
     def grad(self, outputs: Float[Array, "q c"], targets: Array) -> Float[Array, "q c"]:
-        """Its gradient in the query's outputs, `v_q`."""
+        """The gradient of the quantity in the query's outputs, `v_q`."""
         return jax.vmap(jax.grad(self.fn))(outputs, targets)
 
 

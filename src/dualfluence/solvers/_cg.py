@@ -46,7 +46,7 @@ def conjugate_gradients(
 ) -> CGResult:
     r"""Solve `Ax = b`, `A` symmetric positive definite, to `measure(b − Ax) ≤ rtol`.
 
-    By default `measure` is the norm of the residual divided by that of `b`.
+    By default `measure` is the norm of the residual divided by the norm of `b`.
 
     `mv(p)` returns `Ap` and a side product, linear in `p`; the side products are summed with the same
     step sizes as `x`. This gives `K R z` from products that CG computes anyway; a general-purpose

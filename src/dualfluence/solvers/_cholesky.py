@@ -109,7 +109,7 @@ def _factorise(
 def _with_jitter(
     factors_at: Callable[[Array], Any], ridge: Array, trace: Array
 ) -> tuple[Any, Array]:
-    """Cholesky factors at `ridge`, or at a larger one where rounding made a matrix indefinite.
+    """Cholesky factors at `ridge`, or at a larger ridge if rounding made a matrix indefinite.
 
     The larger ridge replaces `λ` in the whole step. The step is then shorter and still goes downhill.
     """

@@ -1,4 +1,4 @@
-"""Solve on the block of the points that have a weight, if most points have none."""
+"""Solve on the block of the points that have a weight, if most points have no weight."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class Gathered(AbstractDualSolver):
 
     $$(\lambda I + W_SK_{SS})\,\Delta\alpha_S = b_S - W_SK_{SF}\,\Delta\alpha_F .$$
 
-    This gives the same solution with one product with the whole `K`; all others use the block.
+    This gives the same solution with one product with the whole `K`; all other products use the block.
     """
 
     inner: AbstractDualSolver
@@ -64,7 +64,8 @@ def _tiny(like: Array) -> float:
 
 
 def rows_that_count(weights: np.ndarray) -> np.ndarray | None:
-    """Every point with a weight and some without; `None` where more than half have one.
+    """Positions of all points with a weight, filled up with some that have none; `None` if more than
+    half of the points have a weight.
 
     The block has one of a few sizes (a half of all points, 3/8, 1/4, 3/16, ...), so that later requests
     find compiled programs.

@@ -32,7 +32,8 @@ conjugate gradients take a little longer where `λ` is below that."""
 
 @custom_vmap
 def any_column(flag: Bool[Array, ""]) -> Bool[Array, ""]:
-    """`flag`; under `vmap`, whether it is set in any column, the same for all of them.
+    """Returns `flag`. Under `vmap` it returns one value for all columns: whether the flag is set in any
+    of them.
 
     `lax.cond` on the flag of one column becomes a `select` under `vmap`, which computes the rare branch
     every time. On this flag it stays a branch.
@@ -54,7 +55,7 @@ class AbstractPreconditioner(eqx.Module):
 
     @property
     def sketch(self) -> Float[Array, "n c r"] | None:
-        """`L` of `K ≈ LLᵀ`, one row per training point; `None` where there is none."""
+        """`L` of `K ≈ LLᵀ`, one row per training point; `None` without a sketch."""
         self._refuse()
 
     def on_rows(self, move: Callable[[Array], Array]) -> "AbstractPreconditioner":

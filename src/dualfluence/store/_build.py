@@ -140,7 +140,7 @@ def _complete(
     is_done: Callable[[Store, tuple[int, int]], bool],
     progress: bool | ProgressFn,
 ) -> None:
-    """Compute those of the tiles that are not done."""
+    """Compute the tiles that are not done."""
     missing = [tile for tile in tiles if not is_done(store, tile)]
     _check_space(store, missing)
     _fill(source, x, store, missing, progress)

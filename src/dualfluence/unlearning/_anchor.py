@@ -73,7 +73,7 @@ class Anchor(eqx.Module):
     """A state's curvature and the explicit inverse that goes with it.
 
     - `op`: `K`.
-    - `problem`: the objective; later ones of the stream differ only in their weights.
+    - `problem`: the objective; later objectives of the stream differ only in their weights.
     - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric.
     - `hess`, `roots`: `W₀` and `R` of `W₀ = RRᵀ` in blocks, with the weights of the anchor.
     - `alpha`, `n_alpha`: `α` at the anchor, and `Nα`.

@@ -34,11 +34,11 @@ MODES = ("keep", "pseudonymise", "erase")
 class Answer(Shown):
     """The answer to a request.
 
-    - `sequence`: its line of the ledger, or `None` for a preview.
+    - `sequence`: number of the answer's line in the ledger, or `None` for a preview.
     - `certificate`: how far the model can be from retraining on the remaining points.
     - `how`: closed form, further steps, or `edit`.
     - `model`: the model after the request; parameters and predictions are computed when you ask for them.
-    - `model_digest`: its SHA-256.
+    - `model_digest`: the SHA-256 of the model.
     - `seconds`: time from request to answer, including the disk.
     """
 
@@ -79,7 +79,7 @@ def open(
       (`"pseudonymise"`), or not at all (`"erase"`).
     - `drift`: the distance, as a share of `‖θ − θ₀‖`, to which requests without `until` are answered.
     - `head`: an earlier `desk.head` that you kept somewhere else. A ledger without that line, for
-      example one that was cut before it, is refused.
+      example because its end was deleted, is refused.
     """
     return Desk(check_path("open", path), fitted, ids, references, drift, head, clock)
 
@@ -175,7 +175,7 @@ class Desk:
         return self._answer("add", _listed(ids), arrays, until)
 
     def _rows(self, x: Inputs) -> np.ndarray:
-        """Features of a request as rows: those of a tree of arrays packed, as the model keeps them."""
+        """Features of a request as rows; a tree of arrays is packed, as in the model."""
         form = self.model.data.form
         return np.asarray(x) if form is None else np.asarray(form.pack("request x", x))
 
@@ -333,7 +333,7 @@ class Desk:
         root: str | None = None,
         retained: int | None = None,
     ) -> Json:
-        """Write a line; `root` and `retained` are those of the state unless the request changes them."""
+        """Write a line; `root` and `retained` come from the state unless the request changes them."""
         blind = secrets.token_hex(16)
         names = references or []
         return self.ledger.append(
@@ -358,9 +358,9 @@ class Desk:
         )
 
     def _start(self, salt: bytes, fitted: Fitted) -> tuple[Commitments, str, int]:
-        """Commitments, digest, and the line that this model stands behind, after which replay starts.
-
-        A checkpoint has copies of other points where purged ones were: their commitments are in the folder.
+        """Commitments, digest, and the line of the ledger to which this model belongs; replay starts
+        after this line. In a checkpoint, the rows of purged points are copies of other points, so the
+        commitments of purged points are read from the folder.
         """
         points = Commitments.of(salt, fitted.data)
         if not self.ledger.lines:
@@ -413,7 +413,8 @@ class Desk:
             self.ids.add_references(added, work.fitted.data.num_points - len(added))
 
     def _compare(self, line: Json, fitted: Fitted, points: Commitments, after: str) -> None:
-        """Other rows than the line says are refused, and so is another model; rounding is noted."""
+        """Raise if the rows or the model differ from the line of the ledger; a difference by rounding is
+        noted."""
         number, retained = line["sequence"], _retained(fitted)
         if (points.root, retained) != (line["points"], line["retained"]):
             raise LedgerError(

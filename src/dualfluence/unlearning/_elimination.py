@@ -31,7 +31,7 @@ def solve_small(A: Float[Array, "c c"], B: Float[Array, "c k"]) -> Float[Array, 
 
 
 def _eliminated(M: Float[Array, "c ck"], k: int) -> Float[Array, "c ck"]:
-    """Column `k` as that of the identity."""
+    """`M` with its column `k` reduced to column `k` of the identity."""
     pivot = M[k : k + 1] / M[k, k]
     here = jnp.arange(M.shape[0])[:, None] == k
     return jnp.where(here, pivot, M - M[:, k : k + 1] * pivot)

@@ -150,7 +150,7 @@ class Engine:
     def _polished(
         self, work: Work, data: TrainingSet, found: Found, limit: float, until: float | None
     ) -> Work:
-        """Further steps with the same inverse; where they no longer help, start anew."""
+        """Further steps with the same inverse; if they no longer help, a new start."""
         gone, programs, shares, ridge = work.gone, work.programs, work.shares, work.fitted.ridge
         assert gone is not None
         assert programs is not None
@@ -233,7 +233,8 @@ def _settled(
     certificate: Certificate,
     how: str,
 ) -> Work:
-    """The work with a state whose certificate is the dual variables' own, widened by the gap."""
+    """The work with a state. Its certificate is the certificate of the dual variables, widened by the
+    gap."""
     fitted, old = work.fitted, work.fitted.certificate
     reading = fitted._reading(certificate.parameter_norm)
     certificate = replace(certificate, gap=old.gap, certified=old.certified, reading=reading)

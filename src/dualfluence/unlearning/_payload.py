@@ -19,7 +19,7 @@ from ._ledger import LedgerError, digest_of_parts
 def digest_of_model(fitted: Fitted, root: str = "") -> str:
     """SHA-256 of a model, given its kernel: loss, ridge, weights, dual variables and offsets.
 
-    `root` is that of the commitments to its features and targets, for a model with a desk.
+    `root` is the root of the commitments to the model's features and targets, if the model has a desk.
     """
     parts = [name_of(fitted.loss).encode("utf-8"), root.encode("ascii")]
     offset = fitted.layout.points(fitted.offset)

@@ -58,7 +58,7 @@ class RequestPrograms(NamedTuple):
 
 
 class Programs:
-    """Programs of one anchor. `weights` are those of the objective, summing to one."""
+    """Programs of one anchor. `weights` are the weights of the objective, which sum to one."""
 
     def __init__(self, anchor: Anchor) -> None:
         leaves, tree = jax.tree.flatten(anchor)
@@ -75,8 +75,8 @@ class Programs:
         shares: np.ndarray,
         weights: np.ndarray,
     ) -> tuple[Gone, Found]:
-        """Points one after another. `shares` are those of the anchor, `weights` the present sample
-        weights."""
+        """Leave points out one after another. `shares` are the weights at the anchor, which sum to one;
+        `weights` are the present sample weights."""
         if gone.on_host:
             left = np.where(weights > 0, shares, 0)
             return self._left_on_host(gone, state, points, left)
@@ -104,7 +104,8 @@ class Programs:
         return self._run.polish(*held, found.state, found.rho, *self._arrays)
 
     def measure(self, alpha: Float[Array, "n c"], weights: np.ndarray) -> Found:
-        """The same dual variables with new products: without drift, and with `ρᵀKρ` itself."""
+        """The same dual variables with new products: without drift, and with `ρᵀKρ` instead of its upper
+        bound."""
         return self._run.measure(alpha, self._cast(weights), *self._arrays)
 
     def _left_on_host(
@@ -143,7 +144,7 @@ class Programs:
 
 @lru_cache(maxsize=16)
 def _compiled(tree: Any, fixed: tuple[tuple[Any] | None, ...]) -> RequestPrograms:
-    """Programs for anchors of one structure; those of the next anchor are the same."""
+    """Programs for anchors of one structure; the next anchor uses the same programs."""
 
     def anchor_of(arrays: tuple[Array, ...]) -> Anchor:
         rest = iter(arrays)
@@ -210,7 +211,8 @@ def _less(
 def _spread(
     like: Float[Array, "n c"], points: Int[Array, " k"], rows: Float[Array, " kc"]
 ) -> Float[Array, "n c"]:
-    """Rows put into zeros. Past the last point they are zero, so it does not matter where they go."""
+    """Zeros with rows added at the points. Rows after the last point are zero, so their position does
+    not matter."""
     return jnp.zeros_like(like).at[points].add(rows.reshape(-1, like.shape[1]))
 
 
@@ -255,7 +257,8 @@ def _reweighted(problem: Problem, weights: Any) -> Problem:
 
 
 def _stacked(norms: Norms) -> Float[Array, "3"]:
-    """On a GPU in memory of the host, which the program writes to: a copy later costs 0.3 ms."""
+    """The norms in one array. On a GPU the program writes them to memory of the host, because a later
+    copy costs 0.3 ms."""
     stacked = jnp.stack([norms.gradient, norms.rounding, norms.parameters])
     memory = getattr(jax, "memory", None)  # not in JAX 0.6
     if memory is None or jax.default_backend() != "gpu":

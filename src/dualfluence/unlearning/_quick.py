@@ -1,19 +1,20 @@
-r"""Leaving points out one after another, each by a small solve with the anchor's inverse.
+r"""Leave points out one after another, each by a small solve with the anchor's inverse.
 
 With the sums of weights as they were at the anchor, removing a point of share `m` drops its term and lowers
 the ridge by $\lambda m$. A step is what a force `x` on the dual variables does (see the page on theory):
 
 $$K\Delta\alpha = Nx,\qquad \Delta\alpha = \tfrac1\lambda\left(x - W_0K\Delta\alpha\right).$$
 
-It is $\lambda m\alpha$ at the points that are left, and at the set `S` of eliminated ones whatever makes
-$\Delta\alpha_i = -\alpha_i$ at the new one and zero at the others. To eliminate point `i` is to change the
-inverse by rank `c`:
+The force is $\lambda m\alpha$ at the points that are left. At the set `S` of eliminated points it is
+whatever makes $\Delta\alpha_i = -\alpha_i$ at the new point and zero at the others. Eliminating point
+`i` changes the inverse by rank `c`:
 
 $$N \leftarrow N + YCY^\top,\quad Y = N_{\cdot i},\quad
   C = (I - W_iN_{ii})^{-1}W_i = R_i(I - R_i^\top N_{ii}R_i)^{-1}R_i^\top .$$
 
-No column of a changed inverse is ever formed. They are combinations `T` of the anchor's own, which is all
-that is held: $N + N_{\cdot S}T^\top CTN_{S\cdot}$, with one block of `C` a point and `T` triangular. A step
+No column of a changed inverse is ever formed, because these columns are combinations `T` of columns of
+the anchor's inverse. Only `T`, `C` and the anchor's rows are held: the changed inverse is
+$N + N_{\cdot S}T^\top CTN_{S\cdot}$, with one block of `C` for each point and `T` triangular. A step
 then reads the eliminated rows of the anchor's `N` once, with one vector.
 """
 
@@ -32,7 +33,8 @@ from ._anchor import Anchor
 
 
 class Eliminated(NamedTuple):
-    """The eliminated points as a step reads them: fields of `Gone`, with or without the room past them."""
+    """The eliminated points in the form that a step needs: fields of `Gone`, with or without the spare
+    space after them."""
 
     rows: Float[AnyArray, "kc nc"]
     T: Float[AnyArray, "kc kc"]
@@ -43,11 +45,12 @@ class Eliminated(NamedTuple):
 
 @dataclass(eq=False)
 class Room:
-    """Arrays that all proposals write into, each past the points of the state that it begins with.
+    """Arrays shared by all proposals. A proposal writes after the points of the state it starts from.
 
     - `rows`: the anchor's `N` at the eliminated points, `(capacity·c, n·c)`.
     - `T`: `(capacity·c, capacity·c)`, as in this file's head.
-    - `marks`: for each point in `rows` a mark of its own, by which a proposal sees that it was overwritten.
+    - `marks`: a unique mark for each point in `rows`. From it a proposal can tell that its rows were
+      overwritten by another.
     """
 
     rows: Float[AnyArray, "kc nc"]
@@ -55,7 +58,8 @@ class Room:
     marks: list[object]
 
     def wrote(self, place: int) -> object:
-        """The mark of what now stands at `place`; nothing stands after it."""
+        """Returns the mark of the entry just written at `place`. Entries after it are no longer
+        valid."""
         self.marks[place:] = [object()]
         return self.marks[-1]
 
@@ -64,18 +68,20 @@ class Room:
 class Gone:
     """Points eliminated since the anchor, in order, in arrays with room for more.
 
-    Past `count` the arrays of `room` are scratch, where `C` is zero. On a CPU all arrays are the host's, and
-    `C` and `points` are written in place too.
+    Beyond index `count`, the arrays of `room` may hold anything, and `C` is zero there. On a CPU all
+    arrays are NumPy arrays, and `C` and `points` are written in place too.
 
-    - `room`: what stands for the points in `N`.
+    - `room`: the `Room` that holds the rows of `N` for these points.
     - `C`: `(capacity, c, c)`.
-    - `forces`: at these points, less the anchor's `α`, where `α` is the force at those that are left.
-    - `points`: which they are.
-    - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU, where
-      requests bring them.
-    - `place`: `count` where a program reads it; `None` on a CPU.
-    - `count`: points eliminated.
-    - `mark`: of the last of them.
+    - `forces`: at the eliminated points, the force per unit of `λm` that keeps their dual variables as
+      they are, minus the anchor's `α`. At the points that are left, the force per unit is the anchor's
+      `α`.
+    - `points`: positions of the eliminated points.
+    - `shares`: the anchor's weights, which sum to one, of the points that are left. `None` on a CPU,
+      where each request passes them.
+    - `place`: the number `count` as an array on the device, for compiled programs; `None` on a CPU.
+    - `count`: number of eliminated points.
+    - `mark`: the mark of the last eliminated point.
     """
 
     room: Room
@@ -103,11 +109,12 @@ class Gone:
 
     @property
     def eliminated(self) -> Eliminated:
-        """The points with the room past them, as programs on a device take them."""
+        """The points with the spare space after them, as programs on a device take them."""
         return Eliminated(self.rows, self.T, self.C, self.forces, self.points)
 
     def first(self, count: int) -> Eliminated:
-        """The first `count` points without the room past them, as views that NumPy can write to."""
+        """The first `count` points without the spare space after them, as views that NumPy can write
+        to."""
         end = count * self.C.shape[1]
         arrays = self.rows[:end], self.T[:end, :end], self.C[:count], self.forces[:end]
         return Eliminated(*arrays, self.points[:count])
@@ -121,7 +128,8 @@ Scalar = Float[AnyArray, ""] | np.floating | float
 
 
 class Step(NamedTuple):
-    """What leaving one point out does: `Δα`, `KΔα`, its rounding, and what elimination needs later."""
+    """The effect of leaving one point out: `Δα`, `KΔα`, the rounding of `KΔα`, and what elimination
+    needs later."""
 
     delta: Float[AnyArray, "n c"]
     k_delta: Float[AnyArray, "n c"]
@@ -139,13 +147,14 @@ class Algebra(NamedTuple):
 
 
 def on_host() -> bool:
-    """Whether small algebra goes to NumPy: on a CPU it has no program to start and no copy to make."""
+    """Whether small algebra is done by NumPy. On a CPU NumPy has no program to start and no copy to
+    make."""
     return jax.default_backend() == "cpu"
 
 
 def nothing_gone(anchor: Anchor, shares: np.ndarray, capacity: int) -> Gone:
-    """Room for `capacity` points. On a CPU `T` takes memory as it is used, and `rows` at once: new pages for
-    those of one point cost a request 0.3 ms."""
+    """Room for `capacity` points. On a CPU, memory for `T` is allocated as it is used, but memory for
+    `rows` all at once, because allocating the rows of one point during a request takes 0.3 ms."""
     (n, c), dtype = anchor.alpha.shape, anchor.N.dtype
     capacity = min(capacity, n)
     xp: Any = np if on_host() else jnp
@@ -166,7 +175,8 @@ T_ = TypeVar("T_")
 
 
 def committed(arrays: T_, like: jax.Array) -> T_:
-    """Bound to the device of `like`, as what the programs return is: else they would compile twice."""
+    """Commit the arrays to the device of `like`, like the outputs of the programs; otherwise the
+    programs would compile twice."""
     # Sharded arrays are bound to their mesh already.
     if len(like.devices()) > 1:
         return arrays
@@ -174,7 +184,7 @@ def committed(arrays: T_, like: jax.Array) -> T_:
 
 
 class Fixed(NamedTuple):
-    """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is the anchor's own."""
+    """What a step reads of the anchor, as arrays of NumPy or JAX; `alpha` is `α` at the anchor."""
 
     N: Float[AnyArray, "nc nc"]
     alpha: Float[AnyArray, "n c"]
@@ -208,7 +218,7 @@ def step_on_host(
 
 
 def _solve(A: np.ndarray, B: np.ndarray) -> np.ndarray:
-    """`A⁻¹B`, or NaN where there is none, as on a device."""
+    """`A⁻¹B`, or NaN if `A` is singular, as on a device."""
     try:
         return np.linalg.solve(A, B)
     except np.linalg.LinAlgError:
@@ -227,7 +237,8 @@ HOST = Algebra(np, lambda A, B: _solve(A, B), _spread)
 def next_row(
     T: Float[AnyArray, "kc kc"], C: Float[AnyArray, "k c c"], seen: Float[AnyArray, "kc c"]
 ) -> Float[AnyArray, "c kc"]:
-    """Of `T`, left of its diagonal, for a point at which the rows of `N` are `seen`."""
+    """The next row of `T`, left of its diagonal, for a new point; `seen` are the rows of `N` at this
+    point."""
     c = seen.shape[1]
     held = (C @ (T @ seen).reshape(-1, c, c)).reshape(-1, c)
     return held.T @ T
@@ -244,9 +255,10 @@ def make_step(
     kept: Float[AnyArray, " n"],
     i: Int[AnyArray, ""] | int,
 ) -> Step:
-    """The formulas of this file's head, for a point `i` that is the last one of `held`, without its `C`.
+    """The formulas at the top of this file, for point `i`. It is the last one in `held`, and its `C` is
+    not known yet.
 
-    `seen` are the rows of `held` at the point, and `row` is its own row of `T`.
+    `seen` are the rows of `held` at point `i`, and `row` is the row of `T` for this point.
     """
     xp, start, ridge, forces = algebra.xp, fixed.alpha, fixed.ridge, held.forces
     W, R, scale = fixed.hess[i], fixed.roots[i], ridge * share
@@ -276,7 +288,7 @@ def make_correction(
     kept: Float[AnyArray, " n"],
     scale: Scalar,
 ) -> tuple[AnyArray, AnyArray, Scalar]:
-    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and its rounding."""
+    """`Δα = −A⁻¹ρ` without the eliminated points, `KΔα`, and the rounding of `KΔα`."""
     # A correction is for the points that are left: the others have no equation any more.
     rho = -scale * rho * kept[:, None]
     pushed = (fixed.N @ rho.reshape(-1)).reshape(rho.shape)
@@ -296,7 +308,7 @@ def _settled(
     kept: Float[AnyArray, " n"],
     wanted: Float[AnyArray, "n c"],
 ) -> tuple[AnyArray, Scalar]:
-    """`Δα` of a force, as `wanted` where nothing is kept, and what rounding `KΔα` has."""
+    """`Δα` of a force, replaced by `wanted` at points that are not kept, and the rounding of `KΔα`."""
     delta = (force - (fixed.hess @ k_delta[:, :, None])[:, :, 0]) / fixed.ridge
     settled = xp.where(kept[:, None] > 0, delta, wanted)
     # By how much equations at eliminated points are missed adds to KΔα, and so does the error of N.

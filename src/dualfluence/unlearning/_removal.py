@@ -74,7 +74,7 @@ class Published(NamedTuple):
     """A published result, and its cost.
 
     - `value`: perturbed parameters or outputs.
-    - `mu`, `mu_total`: of this publication, and of all so far.
+    - `mu`, `mu_total`: `μ` of this publication, and of all publications so far.
     - `epsilon`, `delta`: the equivalent of `mu_total` at the `δ` of the budget.
     - `retrained`: whether the budget made retraining necessary.
     """
@@ -100,7 +100,8 @@ class Publisher:
     - `desk`: the desk of the model.
     - `epsilon`, `delta`: the budget over all publications.
     - `sigma`: standard deviation of the noise, in units of the parameters; with a scale `P` of the
-      ridge, that of parameter `k` is `σ√P_k`, because distances are certified in the norm of `P⁻¹`.
+      ridge, the noise of parameter `k` has standard deviation `σ√P_k`, because distances are certified
+      in the norm of `P⁻¹`.
     """
 
     def __init__(self, desk: Desk, *, epsilon: float, delta: float, sigma: float) -> None:

@@ -2,8 +2,8 @@
 
 This module and `_verify_model` compute hashes, losses, residual and bound from their definitions, so
 that they do not repeat a mistake of the code that made the files. They share with that code only the
-reader of files, which limits their size. Every field that can be computed is computed; the report names
-the fields that have to be trusted.
+functions that read files and limit their size. Every field that can be computed is computed; the report
+names the fields that have to be trusted.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Report:
     """The result of a check.
 
     - `lines`: lines read.
-    - `head`: hash of the last line. Keep it somewhere else: if the ledger is cut later, that line is
-      missing.
+    - `head`: hash of the last line. Keep it somewhere else: if somebody later deletes lines at the end,
+      the line with that hash is missing.
     - `problems`: descriptions of what is wrong; empty means that everything agrees.
     - `trusted`: descriptions of data that were trusted without being computed.
     - `line`: the line with which the model was compared, if a model was given.
@@ -84,7 +84,8 @@ def verify(
 ) -> Report:
     """Check the chain of a ledger, and the certificate of a model saved from its desk.
 
-    The model must be that of the last line, and its rows must match the commitments of the ledger.
+    The model must belong to the last line (or to line `at`), and its rows must match the commitments of
+    the ledger.
 
     **Arguments:**
 

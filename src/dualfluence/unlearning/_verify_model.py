@@ -32,7 +32,7 @@ EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16"
 class Saved(NamedTuple):
     """The content of a model's file, for the remaining points.
 
-    - `header`, `arrays`: those of the file.
+    - `header`, `arrays`: the header and the arrays of the file.
     - `kept`: which points have a weight.
     """
 
@@ -197,7 +197,8 @@ def _is_coarse(saved: Saved) -> bool:
 
 
 class _Kernel:
-    """`v ↦ Kv` between the points that are left, by the kernel of the caller or else that of the file.
+    """`v ↦ Kv` between the points that are left, by the kernel of the caller or, without one, the kernel
+    of the file.
 
     - `diagonal`: of the `K` in use, known after the first product.
     """

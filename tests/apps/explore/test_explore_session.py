@@ -96,7 +96,7 @@ def test_edits_are_kept_as_far_as_there_is_memory_for_them(session, monkeypatch)
         lambda: session.remove([2]),
         lambda: session.change_ridge(session.start["ridges"][0]),
     ):
-        with pytest.raises(ValueError, match="2 edits are kept; undo some"):
+        with pytest.raises(ValueError, match="limit of 2 edits is reached"):
             refused()
     assert session.state()["removed"] == [0, 1]
 

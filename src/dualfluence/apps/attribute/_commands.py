@@ -138,7 +138,10 @@ def _sentences(
     from ._sentences import explain_texts
 
     if model is not None:
-        raise ValueError("--model: a table of texts is attributed with the library's own model.")
+        raise ValueError(
+            "--model cannot be used with a table of texts, which is attributed with the library's own "
+            "model. Leave it out."
+        )
     result, written = _watched(
         explain_texts,
         out / "attribution.html",

@@ -37,7 +37,10 @@ def audit_files(
     limits: dict[str, Any] = {"threshold": threshold, "near": near}
     if path is not None and is_table_file(path):
         if model is not None:
-            raise ValueError("--model: a table is audited with the library's own model.")
+            raise ValueError(
+                "--model cannot be used with a table, which is audited with the library's own model. "
+                "Leave it out."
+            )
         rows = read_table(path, label, text, points)
         report(f"leaving out each of {len(rows.y)} points")
         encoder = HashedText() if rows.is_text else None
@@ -45,7 +48,10 @@ def audit_files(
         write_findings(found, path.name, Look(rows.shown, None), page, table)
         return found, [page, table]
     if task is not None:
-        raise ValueError("--task: the targets of an .npz are classes if they are whole numbers.")
+        raise ValueError(
+            "--task is only for tables. For an .npz file, targets that are whole numbers are taken as "
+            "classes. Leave it out."
+        )
     data = load_data(path, points=points, queries=queries)
     written, result = [page, table], None
     if len(data.x) <= MOST_EXPLORED:

@@ -48,7 +48,7 @@ def read_table(path: Path, label: str, text: str | None, points: int | None) -> 
 
     - `label`, `text`: names of columns in the first row, or their numbers from 0 in a table without names.
       Without `text` all other columns are features.
-    - `points`: only the first so many.
+    - `points`: how many points to use, counted from the first.
     """
     rows = _rows(path)
     names: list[Any] = list(range(len(rows[0])))

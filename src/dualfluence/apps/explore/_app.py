@@ -147,7 +147,7 @@ def make_app(
 ) -> Starlette:
     """The page's application.
 
-    With `ahead` it begins at its start to compute the scores that every visitor sees first.
+    With `ahead`, the server computes the scores that every visitor sees first as soon as it starts.
     """
     visitors = first if isinstance(first, Visitors) else Visitors(first)
     service = Service(visitors, Gate(token, max_body, body_seconds))

@@ -34,15 +34,19 @@ def load_scene(
     - `model`: a file of `Fitted.save`, or `module:function` that returns `(apply_fn, params)` or a kernel;
       `None` for the network of the demo on `mnist-small`.
     - `network`: for a file, the `module:function` that it was fitted with.
-    - `data`: an `.npz` file with `x`, `y`, `xq`, `yq`; of a saved model only its queries are used.
-    - `points`: the first so many training points.
-    - `queries`: the first so many queries.
-    - `ridge`: of a model that is fitted here.
+    - `data`: an `.npz` file with `x`, `y`, `xq`, `yq`. If the model is a saved one, only the queries in
+      this file are used.
+    - `points`: how many training points to use, counted from the first.
+    - `queries`: how many queries to use, counted from the first.
+    - `ridge`: the ridge of a model that is fitted here.
     """
     if model is not None and ":" not in model:
         return _saved(Path(model), network, data, points, queries)
     if network is not None:
-        raise ValueError("--network goes with a saved model; MODEL is a function already.")
+        raise ValueError(
+            "--network goes with a saved model, but MODEL is module:function or missing. Leave --network "
+            "out."
+        )
     example = model is None and data is None
     first = points or (EXAMPLE_POINTS if example or data is None else None)
     rows = load_data(data, points=first, queries=queries)
@@ -61,7 +65,9 @@ def _saved(
             "with. For a function in place of a file write module:function."
         )
     if points is not None:
-        raise ValueError("--points: a saved model has its own training points.")
+        raise ValueError(
+            "--points cannot be used with a saved model, which has its own training points. Leave it out."
+        )
     fitted = load_fitted(path, network)
     _check_count(fitted.data.num_points)
     title = f"{path.name}, {network}"

@@ -81,7 +81,7 @@ class Stale(Exception):
 
 
 class Session:
-    """The present model, and every one before it.
+    """The present model, and every model before it.
 
     One thread may edit while another computes scores, because the scores belong to a model that never
     changes. A session that begins like another one, `first`, shares its model, its kernel, the map and
@@ -123,7 +123,7 @@ class Session:
         return self._edited([Remove(points)], {"what": "remove", "points": points})
 
     def relabel(self, points: list[int], label: int | float) -> dict[str, Any]:
-        """Give points one new label, with as many steps."""
+        """Give points one new label, with as many steps as a removal takes."""
         edit = Relabel(points, self._targets(len(points), label))
         return self._edited([edit], {"what": "relabel", "points": points, "label": label})
 
@@ -240,7 +240,9 @@ class Session:
 
     def _check_room(self, what: str) -> None:
         if len(self.moments) > self.most_edits:
-            raise ValueError(f"{what}: {self.most_edits} edits are kept; undo some, or reset.")
+            raise ValueError(
+                f"{what}: the limit of {self.most_edits} edits is reached. Undo some, or reset."
+            )
 
     def _moment(self, fitted: Fitted, action: dict[str, Any]) -> Version:
         outputs = np.asarray(fitted.predict(self.scene.xq))
@@ -282,7 +284,8 @@ def _edit(
 
 
 def _ridges(fitted: Fitted) -> list[float]:
-    """Ridges that the page offers; none for a network trained elsewhere, which has the one it has."""
+    """Ridges that the page offers; none for a network trained elsewhere, whose ridge cannot be
+    changed."""
     if fitted.reference is not None:
         return []
     return [

@@ -68,7 +68,7 @@ def card(features: np.ndarray, caption: str, kind: str, name: str) -> str:
 
 
 def strip(query: str, helpful: str, harmful: str) -> str:
-    """The card of a query beside those of what helped and harmed it."""
+    """The card of a query beside the cards of the points that helped and harmed it."""
     rows = "".join(
         f'<div class="kind {kind}">{kind}</div><div class="row">{cards}</div>'
         for kind, cards in (("helpful", helpful), ("harmful", harmful))

@@ -28,9 +28,9 @@ def remove(
 ) -> Update:
     r"""The model after a removal, by one step of the paper's system instead of ours.
 
-    The certificate and every check are those of `Fitted.edit`; only the system differs. It comes from a
-    fresh product `Kα`: if `K` lacks full rank, the system does not determine `α` in the null space, and
-    a running sum of products would miss the effect of this on `Kα`.
+    The certificate and every check are those of `Fitted.edit`; only the system differs. The certificate
+    is computed from a fresh product `Kα`. If `K` lacks full rank, the system leaves `α` undetermined in
+    the null space, and a running sum of products would miss what this does to `Kα`.
 
     **Arguments:**
 

@@ -108,8 +108,9 @@ def experiment(
 ) -> bool:
     """Run an experiment of one's own with the machinery of the paper's figures.
 
-    It trains the network, retrains it without every set to forget, and compares parameter space, the
-    paper's dual form with the exact Hessian and with that of all points, and ours.
+    It trains the network and retrains it once without each set to forget. It compares four methods:
+    parameter space, the paper's dual form with the exact Hessian, the same with the Hessian of all
+    points, and our method.
 
     **Arguments:**
 

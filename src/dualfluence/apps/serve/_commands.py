@@ -84,7 +84,7 @@ def register(app: typer.Typer) -> None:
         from ...unlearning._ledger import read_lines
 
         if network is not None and model is None:
-            raise typer.BadParameter("--network computes the K of a model: give --model as well")
+            raise typer.BadParameter("--network was given without --model. Give --model too")
         if network is not None and x64:
             import jax
 
