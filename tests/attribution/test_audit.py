@@ -1,10 +1,13 @@
 """The parts of an audit against brute force, and the findings that it was given to find."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import dualfluence as dfl
 from dualfluence.attribution import evaluate
+from dualfluence.attribution._audit import Evidence
 from dualfluence.attribution._label_noise import label_noise, target_noise
 from dualfluence.attribution._near import linear, nearest
 from dualfluence.attribution._ridge import fit_ridge
@@ -336,3 +339,11 @@ def test_all_kinds_of_class_targets_are_read(form):
     found = dfl.audit(fitted)
     np.testing.assert_array_equal(found.labels, two)
     assert found.left_out.shape == (20, 2)
+
+
+def test_targets_keep_the_form_in_which_they_came():
+    evidence = SimpleNamespace(classes=None)
+    assert Evidence.name(evidence, np.array([2.5])) == 2.5
+    assert isinstance(Evidence.name(evidence, np.array([2.5])), float)
+    assert Evidence.name(evidence, np.array([2.5, 1.0])).tolist() == [2.5, 1.0]
+    assert Evidence.name(SimpleNamespace(classes=np.array(["a", "b"])), 1) == "b"

@@ -8,7 +8,7 @@ from networks import NETWORKS
 
 import dualfluence as dfl
 from dualfluence.kernels import empirical_kernel, kernel_block, ntk_mv, traced_kernel
-from dualfluence.kernels._apart import Apart, proves_apart
+from dualfluence.kernels._apart import Apart, _compare, proves_apart
 from dualfluence.kernels._params import split_params
 from users import ordinary
 
@@ -147,3 +147,9 @@ def test_rounding_of_deep_networks_is_no_coupling(dtype):
     guard = Apart(fn, ws, [], x)
     guard.proven = False
     guard.check(ws, [], x)
+
+
+def test_small_differences_count_against_small_sizes():
+    with pytest.raises(ValueError, match=r"change by 1e-08 of 2e-08"):
+        _compare("here", "outputs", [jnp.array([1e-8])], [jnp.array([2e-8])], slack=0.1)
+    _compare("here", "outputs", [jnp.array([1e-8])], [jnp.array([1.01e-8])], slack=0.1)

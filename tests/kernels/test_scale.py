@@ -169,3 +169,13 @@ def test_distances_are_those_of_the_inverse_scale(model):
         ((other[k] - PARAMS[k]) ** 2 / (1 if SCALE[k] is None else SCALE[k])).sum() for k in PARAMS
     ]
     np.testing.assert_allclose(model.distance(other, PARAMS), np.sqrt(sum(squares)), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("scales", "named"), [([1.0, -2.0], "-2.0"), ([1.0, np.nan], "nan")])
+def test_the_scale_that_is_wrong_is_named(scales, named):
+    params = [jnp.ones((2, 1)), jnp.ones((2, 1))]
+    with pytest.raises(ValueError, match=f"positive and finite in float64, got {named}"):
+        dfl.linearize(lambda p, x: x @ (p[0] + p[1]), params, scale=scales)
+    each = [jnp.ones((2, 1)), np.array([[1.0], [scales[1]]])]
+    with pytest.raises(ValueError, match=f"got {named}"):
+        dfl.linearize(lambda p, x: x @ (p[0] + p[1]), params, scale=each)

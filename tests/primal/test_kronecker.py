@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 import dualfluence as dfl
 import gates
 from dualfluence.primal import EKFAC, KFAC
+from dualfluence.primal._kronecker import _looked_up
 
 C = rival_cases.C
 
@@ -138,3 +139,21 @@ def test_many_parameters_without_factors_keep_a_diagonal():
     diagonal = np.diag(case.gauss_newton())[rows] + case.ridge
     inverse[np.ix_(rows, rows)] = np.diag(1 / diagonal)
     np.testing.assert_allclose(found.values, case.scores(inverse), rtol=1e-10, atol=1e-12)
+
+
+def test_rows_that_are_looked_up_are_those_of_a_loop():
+    """Squares of an embedding's gradient, added up in NumPy; a token of −1 is in no row."""
+    rng = np.random.default_rng(0)
+    points, spots, length, size, rows = 4, 2, 3, 5, 6
+    at = rng.integers(-1, rows, size=(points, length))
+    g = rng.normal(size=(points, spots, 1, length, size))
+    want = np.zeros((rows, size))
+    for i in range(points):
+        for r in range(spots):
+            table = np.zeros((rows, size))
+            for s in range(length):
+                if at[i, s] >= 0:
+                    table[at[i, s]] += g[i, r, 0, s]
+            want += table**2
+    got = _looked_up(jnp.asarray(at)[:, None], jnp.asarray(g), rows)
+    np.testing.assert_allclose(np.asarray(got).reshape(rows, size), want, rtol=1e-12)

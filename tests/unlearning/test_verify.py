@@ -178,3 +178,16 @@ def test_documents_say_what_is_not_covered(kept, tmp_path):
     page = written["html"].read_text()
     for word in ("Not covered", "backups", "published", "not linear", lines[1]["hash"]):
         assert word in page
+
+
+def test_rows_of_both_kinds_of_kernels_are_multiplied():
+    rng = np.random.default_rng(0)
+    n, c = 5, 3
+    v, shared, own = (
+        rng.normal(size=(n, c)),
+        rng.normal(size=(2, n)),
+        rng.normal(size=(2 * c, n * c)),
+    )
+    np.testing.assert_allclose(_verify_model._times(shared, v), shared @ v)
+    want = np.einsum("iajb,jb->ia", own.reshape(2, c, n, c), v)
+    np.testing.assert_allclose(_verify_model._times(own, v), want)
