@@ -193,7 +193,7 @@ def plan(
       from `num_params`, which is too low for convolutional networks.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by
       default this one, whose speed is measured in a second.
-    - `bandwidth`: bytes per second through `K`, if you know them.
+    - `bandwidth`: the rate, in bytes per second, at which a product reads `K`, if you know it.
     - `products`: products with `K`.
     - `sequences`: plan scores of `n` sequences instead of a kernel; `c` is the number of words, `num_params`
       counts trained parameters.

@@ -91,7 +91,7 @@ def test_what_is_no_record_of_adam_is_refused():
     for states, given, message in [
         ([], {}, "one checkpoint or more"),
         ([sgd], {}, "no state of Adam"),
-        ([fresh], {"learning_rate": 0.1}, "at least 1, got \\[0\\]"),
+        ([fresh], {"learning_rate": 0.1}, "at least 1; got \\[0\\]"),
         ([state], {}, "learning_rate is needed"),
         ([state], {"learning_rate": [0.1] * 0}, "each of 1 steps"),
     ]:

@@ -264,6 +264,7 @@ def regression():
     return x, y, dfl.audit(None, x, y, x_test=x[:3] + 1, y_test=np.array([50.0, 0.0, 0.0]))
 
 
+@pytest.mark.thorough
 def test_wrong_numbers_are_found_in_both_splits(regression):
     _, y, found = regression
     assert set(found.flagged[:2]) == {5, 50}

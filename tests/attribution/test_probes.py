@@ -189,8 +189,8 @@ def test_a_vocabulary_of_outputs_fits_in_memory_for_less_than_its_square():
     ("probes", "error", "words"),
     [
         (0, ValueError, "at least 1"),
-        (C, ValueError, "in at most 2 directions of the 3 outputs"),
-        (RandomProbes(C), ValueError, "probes=None is exact"),
+        (C, ValueError, "in at most 2 of the 3 output directions"),
+        (RandomProbes(C), ValueError, "probes=None gives the exact scores"),
         ("few", TypeError, "LeadingProbes"),
         (True, TypeError, "LeadingProbes"),
         (1.5, TypeError, "LeadingProbes"),

@@ -144,7 +144,7 @@ def test_points_may_be_a_tree_of_arrays():
 
     def network(p, points):
         table, (rest, factor) = points["table"], points["rest"]
-        return cases.mlp(p, jnp.concatenate([table, rest], axis=1)) * factor[:, None]
+        return cases.mlp(p, jnp.concatenate([table, rest], axis=1)) * factor[:, None].astype(float)
 
     for make in (
         lambda fn: GradDot(fn, models[0]),

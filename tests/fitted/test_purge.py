@@ -45,6 +45,7 @@ def holds(data: bytes, row: np.ndarray) -> bool:
     ],
     ids=["dense", "matrix-free", "cg", "refined"],
 )
+@pytest.mark.thorough
 def test_later_requests_are_unchanged(options, tmp_path):
     p = problem()
     before = removed(p, **options)

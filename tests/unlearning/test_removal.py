@@ -93,6 +93,7 @@ def test_perturbed_parameters_have_the_stated_noise():
     assert abs(np.std(noisy["a"]) / 0.5 - 1) < 4 / math.sqrt(2 * 90_000)
 
 
+@pytest.mark.thorough
 def test_outputs_get_noise_of_the_kernel():
     p, sigma_nn, _ = problems.kronecker_problem(12, 2, 20, "squared", ridge=0.1)
     kernel = dfl.PrecomputedKernel(jnp.asarray(sigma_nn))

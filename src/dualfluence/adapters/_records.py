@@ -61,8 +61,8 @@ def adam_record(
     - `params`: parameters as the model takes them (`adapted.params`), for their tree.
     - `learning_rate`: as in `sgd_record`. For PyTorch it is read from the state if it is constant.
     - `b2`, `eps`, `weight_decay`: the values used in training. For PyTorch they are read from the state.
-      Optax does not keep them: give those that differ from 0.999, 1e-8 and 0, such as the 1e-4 by which
-      `optax.adamw` decays unless told otherwise.
+      Optax does not keep them: give every value that differs from `b2=0.999`, `eps=1e-8` and
+      `weight_decay=0`. For `optax.adamw` with its default decay, give `weight_decay=1e-4`.
     - `names`: for PyTorch, the names of the optimiser's parameters in its order,
       `[name for name, _ in model.named_parameters()]`.
     """

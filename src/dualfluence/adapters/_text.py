@@ -26,7 +26,7 @@ class HashedText:
 
     **Arguments:**
 
-    - `size`: columns. More keep more words apart.
+    - `size`: columns. With more columns, more words are kept apart.
     """
 
     size: int = 1024

@@ -31,14 +31,14 @@ def tokenised(
     - `data`: a dict of columns (arrays, or lists of lists), a `datasets.Dataset`, or an iterable of batches
       or of rows, each such a dict: a `DataLoader`, the output of a tokenizer.
     - `labels`: the column with the targets: classes of sequences, or token numbers.
-    - `causal`: for models that predict the next token, whose labels are their inputs. The model's output at
-      `t` belongs to token `t + 1`, so that targets are the labels shifted by one. Without a column of
-      labels they are the inputs, where the attention mask is one.
+    - `causal`: for models that predict the next token, whose labels are their inputs. The model's output
+      at `t` belongs to token `t + 1`, so that targets are the labels shifted by one. If there is no
+      column of labels, the inputs at positions whose attention mask is one are the labels.
     - `length`: pad to this length instead of the longest. Queries need the length of the training
       sequences: give `length=y.shape[1]`.
-    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The
-      decoder's inputs `decoder_input_ids` are then the labels behind this token; `length` is the length
-      of the labels.
+    - `decoder_start`: for an encoder with a decoder, `model.config.decoder_start_token_id`. The decoder's
+      inputs `decoder_input_ids` are then this token followed by the labels; `length` is the length of the
+      labels.
 
     **Returns:** a dict of arrays, which `from_torch` passes to the model by name, and the targets.
     """

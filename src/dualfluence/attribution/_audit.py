@@ -85,8 +85,8 @@ def examine(e: Evidence, *, threshold: float, near: float) -> Audit:
     **Arguments:**
 
     - `threshold`: probability from which a label is called wrong.
-    - `near`: distance, in medians of the distance to the nearest neighbour, below which points are
-      near duplicates.
+    - `near`: the distance below which points are near duplicates. The unit is the median distance of a
+      point to its nearest neighbour.
     """
     noise, test_noise = _noise(e)
     leverage = _leverage(e)

@@ -54,7 +54,8 @@ def nearest(
 
     **Arguments:**
 
-    - `disagrees`: for rows `i:j` a mask `(b, n)` of training points whose target differs.
+    - `disagrees`: a function that takes `i` and `j` and returns, for the rows `i:j`, a mask `(b, n)` that
+      is true at the training points whose target differs from that of the row.
     - `among`: which training points count.
     """
     q = len(distances.own)

@@ -221,8 +221,8 @@ def attribute_runs(
 ) -> Attribution:
     """Scores of a network's training points from the checkpoints of one or several runs.
 
-    There is one kernel at a time: memory holds one system and its Cholesky factor, twice the square of
-    `n` times the probes; in the exact form, `2(n·c)²` numbers.
+    There is one kernel at a time: memory holds one system and its Cholesky factor. With `m` probes these
+    are `2(n·m)²` numbers, in the exact form `2(n·c)²`.
 
     **Arguments:**
 
@@ -243,9 +243,9 @@ def attribute_runs(
       a second per checkpoint at the rates of `plan`; otherwise it takes three probes, or as many as fit.
       The notes of the result say what was chosen and left out, and how much the draw of random probes
       matters.
-    - `method`: `"outputs"`, or `"projected"`: random projections of gradients to `rank` numbers instead
-      of probes, a system of that size whatever `n` is. For sequences it also takes random probes; each
-      costs only its backward passes.
+    - `method`: `"outputs"` or `"projected"`. The latter uses random projections of gradients to `rank`
+      numbers instead of probes, so the system has size `rank` whatever `n` is. For sequences it also
+      takes random probes; each costs only its backward passes.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
     - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero if
       checkpoints and runs disagree on them. Entries on which they disagree may be due to the random

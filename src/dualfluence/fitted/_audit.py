@@ -22,7 +22,7 @@ STEPS = 2
 
 
 def from_fitted(fitted: Fitted, classes: Any, xq: Inputs, yq: Numbers | None) -> Evidence:
-    """Evidence from a model that is fitted already.
+    """What an audit needs to know about the labels, computed from a model that is already fitted.
 
     **Arguments:**
 

@@ -129,6 +129,7 @@ def test_a_connection_stays_open_after_an_ordinary_refusal():
     assert b"connection" not in sent
 
 
+@pytest.mark.thorough
 def test_the_page_has_the_same_limits(first):
     page = make_page(first, TOKEN, max_body=1000, body_seconds=0.1)
     assert ask(page, [b"x"] * 10, path="/api/remove")[0] == 401

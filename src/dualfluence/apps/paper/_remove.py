@@ -29,8 +29,9 @@ def remove(
     r"""The model after a removal, by one step of the paper's system instead of ours.
 
     The certificate and every check are those of `Fitted.edit`; only the system differs. The certificate
-    is computed from a fresh product `Kα`. If `K` lacks full rank, the system leaves `α` undetermined in
-    the null space, and a running sum of products would miss what this does to `Kα`.
+    is computed from a fresh product `Kα`. If `K` lacks full rank, the system does not determine the part
+    of `α` in its null space. Rounding lets that part change `Kα`, which a running sum of products would
+    miss.
 
     **Arguments:**
 

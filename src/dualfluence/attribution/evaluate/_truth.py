@@ -134,8 +134,8 @@ def retrain_networks(
     - `masks`: `(s, n)` with equally many kept points in each row, so that shapes agree.
     - `seeds`: one repeat per seed. All subsets of a repeat share `key(seed)` (common random numbers):
       only the data differ between them, so a lucky start cannot look like a good subset.
-    - `name`: of the experiment; a folder holds slices of one name only, since functions have no
-      fingerprint.
+    - `name`: of the experiment. The library cannot tell whether `train` and `measure` have changed, so it
+      relies on the name: a folder holds slices of one name only.
     - `slice_size`: models trained at once; results are reproducible bit for bit only with the same value.
     - `folder`: keeps finished slices.
     """
