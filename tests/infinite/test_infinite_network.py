@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dualfluence import infinite
-from dualfluence.infinite import _network
+from dualfluence.infinite import _network, _quadrature
 
 
 def normal(*size, seed=0):
@@ -319,3 +319,11 @@ def test_dropout_in_training_adds_to_variances_alone():
     ntk = nngp + cov * (np.pi - angle) / (2 * np.pi)
     found = network.kernel(jnp.asarray(x), jnp.asarray(x2))
     np.testing.assert_allclose(found, ntk, rtol=1e-10)
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 9])
+def test_hermite_coefficients_of_hermite_polynomials_are_ones(nodes):
+    z, weights = _quadrature._hermite(nodes)
+    factorials = np.cumprod([1.0, *range(1, nodes)])
+    polynomials = np.polynomial.hermite_e.hermevander(z, nodes - 1) / np.sqrt(factorials)
+    np.testing.assert_allclose(weights @ polynomials, np.eye(nodes), atol=1e-12)

@@ -69,14 +69,15 @@ def auto_ridge(
 ) -> tuple[Trained, str]:
     """The fit whose ridge has the least leave-one-out loss, and why.
 
-    For squared error the path from the untrained model is exact, and one fit follows. For other losses
-    there is one fit for each ridge that is tried, first far apart and then nearer, and each point is
-    left out of each fit by one Newton step. A step from one ridge to another would be too long for a
-    comparison of ridges.
+    For squared error the ridge path computed from the untrained model is exact, so a single fit at the
+    best ridge is enough. For other losses, one fit is made for each ridge tried, first on a coarse grid
+    and then on a finer one; in each fit, every point is left out by one Newton step. One Newton step from
+    the fit at one ridge to another ridge would be too inaccurate to compare ridges.
 
     **Arguments:**
 
-    - `fit_at`: from a ridge to a fit of the same problem; should reuse its kernel.
+    - `fit_at`: a function that takes a ridge and returns a fit of the same problem; it should reuse the
+      kernel.
     - `untrained`: the model at `α = 0`.
     - `grid`: ridges to choose from.
     """

@@ -90,7 +90,8 @@ class Fitted(Shown, TrainedModel):
         - `drift`: take further steps if `certificate.relative_bound` exceeds this. Otherwise many edits
           of one step in a row can move away from retraining; `stats.notes` then says so.
         - `solver`, `rtol`: `Auto`, `Cholesky` or `CG`; relative residual of its solves.
-        - `mesh`: devices to spread the rows of `K` over first; for several requests use `on` once.
+        - `mesh`: devices over which to spread the rows of `K` before the edit; for several requests, call
+          the method `on` once instead.
         - `on_failure`: `"report"` returns an answer whose solve did not converge, marked in `stats`.
         - `progress`: `False` for silence, or a function `(done, total, label)`.
         """
@@ -254,8 +255,8 @@ class Fitted(Shown, TrainedModel):
         - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (the output of the query's class
           minus the log-sum-exp of the other outputs), or a function of one query's outputs `(c,)` and
           target.
-        - `first_order`: the effect of an infinitesimal weight, which is cheaper. It leaves out the leverage
-          of the point and the renormalised mean, and is linear in the outputs.
+        - `first_order`: the effect of an infinitesimal weight, which is cheaper. It ignores the leverage
+          of the point and the renormalisation of the mean, and is linear in the outputs.
         - `refine`: take steps until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
         - `block_size`: queries and left-out points at a time; by default as many as memory allows.

@@ -93,8 +93,9 @@ def from_trained(
       `adapters` at these parameters. Its scale must describe the penalty of your training, e.g. a
       weight-decay mask.
     - `trained_params`: `θ`, a pytree like `θ₀`.
-    - `tangent`: Jacobian at `θ`, where `γ = 0` at any stationary point of the nonlinear objective, or at
-      `θ₀` (`"initial"`, as the paper does). For linear models both are the same.
+    - `tangent`: where the Jacobian is taken: at `θ` (then `γ = 0` if `θ` is a stationary point of the
+      nonlinear objective), or at `θ₀` (`"initial"`, as the paper does). For linear models both are the
+      same.
     - `linearised`: set it if you trained the linearisation at `θ₀` itself.
     - `kernel`: as in `fit`; a given operator must be the kernel at the `tangent`.
     - other arguments: as in `fit`.

@@ -32,13 +32,13 @@ UNCERTIFIED = "the network is not linear in its parameters, as the file says it 
 
 
 def computed_again(fitted: Fitted, initial: Linearized | None, slack: float) -> Fitted:
-    """The model with everything that its file claims computed again; `ValueError` if it is another
-    model.
+    """Compute again everything that the model's file states, and return the model; raise `ValueError` if
+    the results differ from the file.
 
     **Arguments:**
 
     - `initial`: the network with the parameters `θ₀` that the ridge pulls towards.
-    - `slack`: share of the outputs' size that they may differ by.
+    - `slack`: by how much the outputs may differ, as a share of their size.
     """
     fitted = replace(fitted, kernel_diagonal=op_diagonal(fitted.kernel_op))
     own = _own_offset(fitted)

@@ -33,9 +33,9 @@ class Activation(AbstractActivation):
     The Hermite coefficients $h_k(q) = E\,\phi(\sqrt q z)He_k(z)/\sqrt{k!}$ come from Gauss-Hermite
     quadrature once per point, and Mehler's formula $K' = \sum_k h_k(q_1)h_k(q_2)\rho^k$ is a polynomial
     per pair, positive semi-definite by construction. The error falls fast in `nodes` for smooth $\phi$
-    (tanh, softplus, swish, ...) at small variances: like $(2q\rho/(1+2q))^\text{nodes}$ for the error
-    function, so 64 nodes give 11 digits at $q=1$ but 4 for equal points at $q=3$. Kinks leave an error
-    of order `1/nodes`; in the NTK at nearly equal points its order is `1/√nodes`.
+    (tanh, softplus, swish, ...) at small variances. For $\phi = \operatorname{erf}$ it falls like
+    $(2q\rho/(1+2q))^\text{nodes}$, so 64 nodes give 11 digits at $q=1$ but 4 for equal points at $q=3$.
+    Kinks leave an error of order `1/nodes`; in the NTK at nearly equal points its order is `1/√nodes`.
 
     **Arguments:**
 

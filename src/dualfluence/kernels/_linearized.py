@@ -456,18 +456,18 @@ def linearize(
 
     **Arguments:**
 
-    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; points on axis 0 of `x`, an array or a tree of arrays,
-      must not depend on each other. Each call of `fit`, `from_trained` or `kernel` reads everything else
-      that the function uses (closed-over arrays, attributes, globals). The results keep these values and
-      raise an error if they change later. For a model of `adapters`, its function and its trainable
-      parameters are used.
+    - `apply_fn`: `apply_fn(params, x) -> (n, c)`; `x` is an array or a tree of arrays with the points on
+      axis 0, and the outputs at one point must not depend on other points. Each call of `fit`,
+      `from_trained` or `kernel` reads everything else that the function uses (closed-over arrays,
+      attributes, globals). The results keep these values and raise an error if they change later. For a
+      model of `adapters`, its function and its trainable parameters are used.
     - `params`: a pytree, such as nested dicts or a module; floating-point arrays in it are trainable;
       all else (integers, Python numbers, functions, …) is kept unchanged. Statistics are kept unchanged
       too: a collection such as `batch_stats` beside `params`, and variables of NNX that are not
       `Param`.
     - `anchor`: where to linearise, `"params"` or `"zero"`.
     - `trainable`: `(path, leaf) -> bool` selects the trainable leaves, e.g. the last layer. It also
-      decides about statistics.
+      decides whether statistics are trained.
     - `batch_size`: points per batch in Jacobian products; by default from the size of activations.
     - `scale`: `P`: a prefix of the tree of `params` with `None` (1), a positive number, `"free"` (1e7,
       hardly pulled at all) or an array like the leaf. It can also be a rule `(path, leaf)` that returns

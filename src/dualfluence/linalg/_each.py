@@ -15,12 +15,13 @@ MOST_OPERATIONS = 200_000
 def each(solve: Callable[..., Any], operations: int, *arrays: Array) -> Any:
     """`solve` for every item of the leading axes; on CPUs a few items at a time.
 
-    A batch of LAPACK calls that jaxlib shares between threads waits for them on a thread of the same pool.
-    Two such batches at a time, of one program or of two, hold both threads of a machine with two cores, and
-    wait for ever. Batches of fewer operations run where they are, and so does a single matrix.
+    If jaxlib splits a batch of LAPACK calls over threads, the batch occupies one thread of the pool while
+    it waits for these calls, which run on the same pool. Two such batches at a time, of one program or of
+    two, hold both threads of a machine with two cores, and wait for ever. Batches with too few operations
+    to be split run on the calling thread, and so does a single matrix.
 
-    **Arguments:** `operations` of one item, at least what jaxlib counts: `c³` for a solve or a Cholesky
-    factor of size `c`, `SPECTRUM·c³` for eigenvectors.
+    **Arguments:** `operations`: number of operations for one item, not smaller than jaxlib's own count:
+    `c³` for a solve or a Cholesky factor of size `c`, `SPECTRUM·c³` for eigenvectors.
     """
     together, k = jax.vmap(solve), arrays[0].shape[0]
     most = max(1, (MOST_OPERATIONS - 1) // max(1, operations))
