@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from dualfluence.attribution import Attribution, _attribution_text
+from dualfluence.attribution import Attribution
 
 pytestmark = pytest.mark.host
 
@@ -134,8 +134,3 @@ def test_the_long_table_has_a_row_for_every_pair_and_token(monkeypatch):
     for options, said in (({"k": 3}, "k needs long=True"), ({"tokens": True}, "have no tokens")):
         with pytest.raises(ValueError, match=said):
             scores(tokens=None).to_pandas(**options)
-
-
-def test_a_score_of_zero_neither_helps_nor_harms():
-    for sign in (1, -1):
-        assert _attribution_text._item(None, 0, 1, 0.0, sign, 1.0, 1.0) == ""
