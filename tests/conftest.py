@@ -82,8 +82,8 @@ PLAIN = (
     "test_linearize.py",
 )
 """Tests of networks and kernels that users write without a thought for ranks and dtypes. All others run where
-JAX refuses to widen and to spread, except long ones (`thorough`, unless `DUALFLUENCE_TEST_STRICT=1`) and
-those marked `ordinary`, which run code of others."""
+JAX refuses to widen and to spread, except those marked `ordinary`, which run code of others, and long ones
+(`thorough` and `slow`, unless `DUALFLUENCE_TEST_STRICT=1`)."""
 
 
 def pytest_itemcollected(item):
@@ -95,8 +95,8 @@ def pytest_itemcollected(item):
 def pytest_runtest_setup(item):
     marks = {mark.name for mark in item.iter_markers()}
     plain = item.path.relative_to(Path(__file__).parent).as_posix().startswith(PLAIN)
-    strict = not plain and ("thorough" not in marks or os.environ.get("DUALFLUENCE_TEST_STRICT"))
-    strict = strict and "ordinary" not in marks
+    long = marks & {"thorough", "slow"} and not os.environ.get("DUALFLUENCE_TEST_STRICT")
+    strict = not (plain or long or "ordinary" in marks)
     jax.config.update("jax_numpy_dtype_promotion", "strict" if strict else "standard")
     jax.config.update("jax_numpy_rank_promotion", "raise" if strict else "allow")
 

@@ -132,7 +132,7 @@ def test_whole_numbers_of_a_table_are_what_task_says(tmp_path):
     assert re.search(r"30 training points\. .* targets? looks? wrong", page)
     assert re.search(r"long\s\d\.\d{1,4}, short\s\d+<", page)
     out = _run("audit", "--data", _file(tmp_path), "--task", "regression", "--out", tmp_path / "o")
-    assert "--task: the targets of an .npz" in str(out.exception)
+    assert "--task is only for tables. For an .npz" in str(out.exception)
 
 
 def test_long_texts_on_a_page_end_with_a_word():

@@ -44,7 +44,7 @@ def main():
     for solver in (primal.KFAC(), primal.EKFAC()):
         primal.attribute(network_of, params, x, y, *queries, solver=solver, **given)
     later = jax.tree.map(lambda a: 1.1 * a, params)
-    run = Trajectory(network, [params, later], steps=[0, 10], learning_rate=[0.1, 0.1])
+    run = Trajectory(network, [params, later], steps=[1, 10], learning_rate=[0.1, 0.1])
     for probes in (None, LeadingProbes(3)):
         run.attribute(x, y, *queries, probes=probes, **quiet)
 
