@@ -11,14 +11,13 @@ starts no further width after so many seconds. `--draw` draws from a record alon
 """
 
 import argparse
-import json
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import num_cores
+from measure import draw_again, keep, num_cores
 
 CLASSES, SIDE = 10, 7
 RIDGE = 1e-2
@@ -262,19 +261,13 @@ def main() -> None:
     )
     args = parser.parse_args()
     if args.draw:
-        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".svg"))
+        draw_again(args.draw, draw)
         return
-    from dualfluence.apps.paper._results import write_json
-
     scale = SCALES[args.scale]
     if args.widths:
         scale = replace(scale, widths=tuple(args.widths))
     found = measure(args.repeats, scale, args.limit)
-    if args.out is None:
-        print(json.dumps(found, indent=1))
-    else:
-        write_json(args.out, found)
-        draw(json.loads(args.out.read_text()), args.out.with_suffix(".svg"))
+    keep(found, args.out, draw)
 
 
 if __name__ == "__main__":

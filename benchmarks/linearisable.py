@@ -9,14 +9,13 @@ is above the limit at which `from_trained` warns.
 """
 
 import argparse
-import json
 import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import num_cores
+from measure import draw_again, keep, num_cores
 
 DIGITS = (3, 8)
 PER_CLASS, SIDE = 50, 7
@@ -257,16 +256,10 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, help="draw the plot of this record, nothing else")
     args = parser.parse_args()
     if args.draw:
-        draw(json.loads(args.draw.read_text()), args.draw.with_suffix(".svg"))
+        draw_again(args.draw, draw)
         return
-    from dualfluence.apps.paper._results import write_json
-
     found = measure(tuple(args.widths), tuple(args.depths), args.seeds)
-    if args.out is None:
-        print(json.dumps(found, indent=1))
-    else:
-        write_json(args.out, found)
-        draw(json.loads(args.out.read_text()), args.out.with_suffix(".svg"))
+    keep(found, args.out, draw)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """What scripts here share: first and repeated calls, cores, a network as a stranger would write it."""
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -63,3 +65,21 @@ def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any
         return x @ params[-1][0] + params[-1][1][None]
 
     return apply, params
+
+
+def keep(
+    found: dict[str, Any], out: Path | None, draw: Callable[[dict[str, Any], Path], None]
+) -> None:
+    """Print a record, or write it and draw it from the file."""
+    from dualfluence.apps.paper._results import write_json
+
+    if out is None:
+        print(json.dumps(found, indent=1))
+    else:
+        write_json(out, found)
+        draw_again(out, draw)
+
+
+def draw_again(path: Path, draw: Callable[[dict[str, Any], Path], None]) -> None:
+    """The plot of a record, beside it."""
+    draw(json.loads(path.read_text()), path.with_suffix(".svg"))

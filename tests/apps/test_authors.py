@@ -4,23 +4,16 @@ The checkout here is made up: modules with the authors' signatures, each of whic
 algebra. So every method must end where the influence function ends.
 """
 
-import importlib.util
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
+import benchmark
+
 pytestmark = pytest.mark.host
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "authors.py"
-spec = importlib.util.spec_from_file_location("authors", PATH)
-assert spec is not None
-assert spec.loader is not None
-authors = importlib.util.module_from_spec(spec)
-# Dataclasses look their module up.
-sys.modules["authors"] = authors
-spec.loader.exec_module(authors)
+authors = benchmark.load("authors")
 
 LOSS = """
 import jax, jax.numpy as jnp

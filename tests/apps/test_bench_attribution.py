@@ -1,29 +1,20 @@
 """The benchmark of attribution methods: its truth, its record, its table and its figure."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import benchmark
+
 pytestmark = [pytest.mark.thorough, pytest.mark.host, pytest.mark.ordinary]
 
-# By their paths: another module beside them has the name of an installed package.
-for name in ("measure", "kernels", "rivals", "attribution"):
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-_attribution = sys.modules["attribution"]
+_attribution, measure = benchmark.load("attribution"), benchmark.load("measure")
 
 SIZES = (16, 4, (3,), 4, 12, 0.05, 6, 5, 0)
 
 
 def test_first_and_repeated_calls_are_kept_apart():
-    measure = sys.modules["measure"]
     record = measure.time_first_and_repeats(lambda: None, 2)
     sizes = {name: np.size(value) for name, value in record.items()}
     assert sizes == {"first": 1, "first_cpu": 1, "repeat": 2, "repeat_cpu": 2}

@@ -1,26 +1,17 @@
 """The crossover benchmark: where two costs cross, and the claims on its record."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
+import benchmark
 from dualfluence.apps.compare._names import PAPER, PARAMETER
 from dualfluence.apps.paper._claims_crossover import crossover_claims
 from dualfluence.apps.paper._verdicts import FAILS, HOLDS, UNKNOWN
 
 pytestmark = pytest.mark.host
 
-# By its path: another module beside it has the name of an installed package.
-PATH = Path(__file__).parents[2] / "benchmarks" / "crossover.py"
-sys.path.insert(0, str(PATH.parent))
-spec = importlib.util.spec_from_file_location("crossover", PATH)
-assert spec is not None
-assert spec.loader is not None
-crossover = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(crossover)
+crossover = benchmark.load("crossover")
 crossing, digits = crossover.crossing, crossover.digits
 
 

@@ -1,22 +1,13 @@
 """The benchmark of the Hessian of all points: the exact one is exact, the approximation is not."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
 
+import benchmark
 from dualfluence.apps.compare._names import FULL_HESSIAN, PAPER
 
 pytestmark = pytest.mark.host
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "full_hessian.py"
-sys.path.insert(0, str(PATH.parent))
-spec = importlib.util.spec_from_file_location("full_hessian", PATH)
-assert spec is not None
-assert spec.loader is not None
-full_hessian = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(full_hessian)
+full_hessian = benchmark.load("full_hessian")
 
 
 @pytest.mark.thorough

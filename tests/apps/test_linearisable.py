@@ -1,22 +1,15 @@
 """The benchmark of linearisability: its thresholds, and gaps that larger λ close."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+import benchmark
+
 pytestmark = pytest.mark.host
 
-PATH = Path(__file__).parents[2] / "benchmarks" / "linearisable.py"
-sys.path.insert(0, str(PATH.parent))
-spec = importlib.util.spec_from_file_location("linearisable", PATH)
-assert spec is not None
-assert spec.loader is not None
-linearisable = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(linearisable)
+linearisable = benchmark.load("linearisable")
 
 
 def rows(gaps, seed=0, width=8):

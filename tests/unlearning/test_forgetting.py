@@ -2,26 +2,20 @@
 
 import dataclasses
 import functools
-import importlib.util
 import math
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import benchmark
 import cases
 import dualfluence as dfl
 import problems
 from users import ordinary
 
-# By its path: another module beside it has the name of an installed package.
-FOLDER = Path(__file__).parents[2] / "benchmarks/forgetting"
-SPEC = importlib.util.spec_from_file_location("forgetting", FOLDER / "__init__.py")
-sys.modules["forgetting"] = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(sys.modules["forgetting"])
+benchmark.load("forgetting")
 
 from forgetting import linear, measures, network  # noqa: E402
 
