@@ -65,7 +65,8 @@ def core() -> str:
         for key, (name, known) in names.items()
     ]
     return table(
-        "| | repeated request | error, share of the change | distance to retraining |", rows
+        "| | repeated request | error, as a share of the change | bound on the distance to retraining |",
+        rows,
     )
 
 

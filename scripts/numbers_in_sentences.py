@@ -131,7 +131,7 @@ def certificates() -> Iterator[tuple[str, str]]:
     yield (
         trust,
         f"For {found['undecided']} certificates the arithmetic of the check was not precise enough to "
-        f"decide, and {found['refusals']:,} calls were refused",
+        f"decide, and {found['refusals']:,} calls raised an error instead of an answer",
     )
     yield "benchmarks/README.md", f"{problems} random problems and {count} certificates against"
 

@@ -133,5 +133,5 @@ def audit_texts() -> str:
     wall, cpu = seconds(found["seconds"]), seconds(found["cpu_seconds"])
     return (
         f"{found['texts']:,} one-line texts took {wall} from strings to findings, and {cpu} of processor "
-        f"time, on two cores that other programs used too (load {found['load']:.0f}).\n"
+        f"time, on two cores that other programs used too (load average {found['load']:.0f}).\n"
     )

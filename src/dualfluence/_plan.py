@@ -191,10 +191,10 @@ def plan(
     - `tile`: points per side of a stored tile, as in `store.build`.
     - `activation_bytes`: of the largest activation of one point, if you know it; by default a guess
       from `num_params`, which is too low for convolutional networks.
-    - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by
-      default this one, whose speed is measured in a second.
+    - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by default
+      this machine, whose speed is measured, which takes a second.
     - `bandwidth`: the rate, in bytes per second, at which a product reads `K`, if you know it.
-    - `products`: products with `K`.
+    - `products`: the number of products with `K` to count on.
     - `sequences`: plan scores of `n` sequences instead of a kernel; `c` is the number of words, `num_params`
       counts trained parameters.
     """

@@ -109,7 +109,7 @@ def test_wrong_inputs():
 
 def test_points_that_see_each_other():
     apply_fn, params, x = NETWORKS["mlp"]()
-    with pytest.raises(ValueError, match="when evaluated side by side"):
+    with pytest.raises(ValueError, match="when it is evaluated together"):
         empirical_kernel(lambda p, x: apply_fn(p, x - x.mean(0)), params, x)
 
 

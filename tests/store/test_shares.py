@@ -117,7 +117,7 @@ def test_shares_of_another_number_are_refused_while_one_runs(x, tmp_path):
 
     def during(done, total, label):
         if done == 1:
-            with pytest.raises(StoreError, match="an N other than 3"):
+            with pytest.raises(StoreError, match="its number of shares is not 3"):
                 dfl.store.build(rbf, x, tmp_path / "k", tile=5, worker=(0, 3), progress=False)
             dfl.store.build(rbf, x, tmp_path / "k", tile=5, worker=(1, 2), progress=False)
             refused.append(done)

@@ -248,7 +248,7 @@ def test_losses_that_fail_or_give_no_scalar_are_named():
         ),
         ({"max_steps": -1}, "max_steps must be a whole number, at least 1, got -1"),
         ({"max_steps": 0}, "max_steps must be a whole number, at least 1, got 0"),
-        ({"tolerance": np.inf}, "tolerance must be a positive number, finite, got inf"),
+        ({"tolerance": np.inf}, "tolerance must be a positive number below infinity, got inf"),
         ({"ridge": 1e-320}, "ridge: λ must lie in the range of float64"),
     ],
 )

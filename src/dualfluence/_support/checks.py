@@ -142,7 +142,9 @@ def check_indices(name: str, indices: Numbers) -> np.ndarray:
     if array.size > 1:
         _check_distinct(name, array)
     if array.dtype.kind == "u" and int(array.max()) > INT64.max:
-        raise ValueError(f"{name}: indices must be positions, got {int(array.max())}.")
+        raise ValueError(
+            f"{name}: indices are positions of points, and {int(array.max())} is too large."
+        )
     return array.astype(np.int64)
 
 

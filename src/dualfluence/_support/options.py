@@ -79,7 +79,7 @@ def check_positive(name: str, value: Numbers, *, what: str = "number") -> float:
     """A positive finite number."""
     number = check_number(name, value)
     if not 0 < number < np.inf:
-        raise ValueError(f"{name} must be a positive {what}, finite, got {number}.")
+        raise ValueError(f"{name} must be a positive {what} below infinity, got {number}.")
     return number
 
 

@@ -42,9 +42,10 @@ with transformers of width 128 and 256 on a CPU."""
 
 @dataclass(frozen=True)
 class Sequences:
-    """Scores of sequences of tokens by `Trajectory`, for `plan`.
+    """A run of `Trajectory` that scores sequences of tokens, described so that `plan` can estimate its
+    cost.
 
-    - `tokens`: of each sequence.
+    - `tokens`: number of tokens of each sequence.
     - `frozen`: parameters that are not trained.
     - `probes`, `rank`: as in `Trajectory.attribute`.
     - `checkpoints`, `queries`: numbers of them. Each device scores checkpoints of its own (`worker=`).

@@ -72,7 +72,8 @@ def audit(
     prediction, and points that change nothing.
 
     Every point is predicted by a model that was trained without it. One factorisation gives all of these
-    models, each without a single point; tools that train by folds leave out a tenth or a fifth at once.
+    models, each trained without exactly one point; tools that train by folds leave out a tenth or a fifth
+    at once.
     The predictions tell how likely each label is wrong and which label would fit better.
 
     ```python

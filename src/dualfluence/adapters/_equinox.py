@@ -15,14 +15,14 @@ def from_equinox(
 ) -> Adapted:
     """Adapt an Equinox module, which takes one point, and its state.
 
-    Floating-point arrays of the module are trained; `state`, such as that of batch norm, is held.
+    Floating-point arrays of the module are trained; `state`, such as that of batch norm, is held fixed.
 
     **Arguments:**
 
     - `model`: called as `model(point)`, with a state as `model(point, state)`.
     - `state`: an `eqx.nn.State`.
     - `trainable`: which parameters are trained, all by default.
-    - `call`: further arguments of the call; an argument `key` is `None`.
+    - `call`: further arguments of the call; a required argument `key` is `None` unless it is given here.
 
     **Returns:** `Adapted`; `restore` gives the module in inference mode, or the pair of module and state.
     """

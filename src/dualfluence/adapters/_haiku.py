@@ -14,7 +14,8 @@ def from_haiku(
 ) -> Adapted:
     """Adapt a transformed Haiku function and its parameters.
 
-    `params` is trained, `state` is held. No random key is passed, so a function that draws one fails.
+    `params` is trained, `state` is held fixed. No random key is passed, so a function that asks for one
+    fails.
 
     **Arguments:**
 

@@ -94,6 +94,7 @@ def _names(variables: Sequence[Any]) -> list[str]:
 def _values(names: Sequence[str], variables: Sequence[Any]) -> dict[str, Any]:
     if len(names) != len(variables):
         raise ValueError(
-            f"read: this model has {len(names)} variables of one kind, the other model {len(variables)}."
+            f"read: the adapted model has {len(names)} variables and the given model {len(variables)}, "
+            "counting either the trainable or the other ones alone. Both models need the same layers."
         )
     return {name: variable.value for name, variable in zip(names, variables, strict=True)}

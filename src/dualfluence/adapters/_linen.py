@@ -12,7 +12,7 @@ from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, evaluation
 def from_linen(module: Any, variables: Any, *, trainable: Trainable = None, **call: Any) -> Adapted:
     """Adapt a Linen module and its variables.
 
-    The collection `"params"` is trained; `"batch_stats"` and all others are held.
+    The collection `"params"` is trained; `"batch_stats"` and all others are held fixed.
 
     **Arguments:**
 

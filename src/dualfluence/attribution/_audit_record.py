@@ -68,8 +68,8 @@ class Audit(Shown):
       labels to expect in it.
     - `suspicion`: the same as log odds, to rank by.
     - `suggested`: the target that fits better than the given one, in the form of `labels`.
-    - `probabilities`: of every label at every point without that point, calibrated, `(n, c)`; `None`
-      for numbers.
+    - `probabilities`: calibrated probabilities of every label at every point, from the model trained
+      without that point, `(n, c)`; `None` if targets are numbers.
     - `left_out`: outputs at each point of the model that was trained without this point, `(n, c)`.
     - `leverage`: share of each point's prediction that its own target makes up, `(n,)`.
     - `effect`: how far all predictions move without the point, `(n,)`; for a `Fitted`, how far the

@@ -38,7 +38,9 @@ FULL_SHARE = 0.6
 
 @dataclass(frozen=True)
 class LeadingProbes:
-    """The `m` leading eigenvectors of each point's curvature, times the roots of their eigenvalues.
+    """Probes are the directions of a point's outputs that `Trajectory` keeps. Here they are the `m`
+    leading eigenvectors of each point's curvature (the Hessian of its loss), times the roots of their
+    eigenvalues.
 
     They are the same at every call, and exact if `m` is the rank: the number of classes minus one for
     softmax cross-entropy, else the number of outputs. They are best for few classes.
@@ -59,7 +61,8 @@ class LeadingProbes:
 
 @dataclass(frozen=True)
 class RandomProbes:
-    """`m` random combinations of each point's curvature, whose mean over draws is all of it.
+    """`m` random combinations of the columns of each point's curvature factor `R`. The mean over draws of
+    their outer products is the whole curvature `RRᵀ`.
 
     Nothing of size `c²` is formed, so that `c` may be a vocabulary. Every checkpoint draws its own.
     """

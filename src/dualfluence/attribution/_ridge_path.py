@@ -39,7 +39,8 @@ class RidgePath(Shown):
     """Errors of prediction over a grid of ridges.
 
     - `ridges`: the grid.
-    - `leave_one_out`: weighted mean loss of every point in the model without it.
+    - `leave_one_out`: weighted mean, over the points, of the loss of each point under the model trained
+      without it.
     - `gcv`: mean training loss over `(1 − dof/(n·c))²`.
     - `training`: mean training loss.
     - `dof`: effective degrees of freedom, the trace of the smoother.

@@ -119,7 +119,8 @@ class _Products(_Scores):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GradDot(_Products):
-    r"""$w_i\,\nabla m_q\cdot\nabla\ell_i$ at one checkpoint: influence with the identity for `H`.
+    r"""$w_i\,\nabla m_q\cdot\nabla\ell_i$ at one checkpoint: influence with the identity in place of the
+    Hessian. `m_q` is what is measured at query `q`, such as its loss.
 
     **Fields:** `apply_fn`, in inference mode, or a model of `adapters`; `params`; `trainable`, as in
     `linearize`.
@@ -211,7 +212,7 @@ class TRAK(Shown):
     - `models`: parameters of one or more models; in the original method they are trained on random halves.
     - `projection`: random directions that gradients are projected on, as in the original; `None` takes
       the exact kernel instead, the limit of the projected one.
-    - `damping`: `ρ` over the mean diagonal of `ΦΦᵀ`. The original method has no damping and relies on
+    - `damping`: `ρ` divided by the mean diagonal of `ΦΦᵀ`. The original method has no damping and relies on
       `projection < n`.
     - `seed`: seed of the projections; model `t` uses `seed + t`.
     - `trainable`: as in `linearize`.

@@ -103,9 +103,10 @@ def sequence_probes(
     if probes is None and small and not (projected or tokens):
         return None, ""
     raise ValueError(
-        'Trajectory: for sequences probes must be "auto", a number or RandomProbes(m, seed). None, the '
-        f'exact form, needs method="outputs", tokens=False, and blocks of (T·V)² = {c}² numbers for '
-        f"each of {n} sequences in memory. Got probes={probes!r}."
+        'Trajectory: for sequences probes must be "auto", a number or RandomProbes(m, seed), got '
+        f"{probes!r}. probes=None, which is exact, is possible only with "
+        f'method="outputs" and tokens=False, and if memory holds (T·V)² = {c}² numbers for each of the '
+        f"{n} sequences."
     )
 
 

@@ -63,7 +63,8 @@ class Trajectory(Shown):
 
     Training that stopped after `s` steps of size `η` corresponds to a ridge `λ = 1/(κηs)`. At each
     checkpoint the network is linearised and every point scored by its first-order effect with that
-    ridge; scores are scaled to one size per query and added over checkpoints and runs.
+    ridge; at each checkpoint the scores of a query are divided by their root mean square; then scores are
+    added over checkpoints and runs.
 
     **Fields:**
 
@@ -231,13 +232,14 @@ def attribute_runs(
     - `loss`: the loss of training; by default softmax cross-entropy, and `TokenCrossEntropy` if the
       network returns `(n, T, V)`.
     - `of`: what is measured, as in `Fitted.attribute`.
-    - `question`: `"subset"` gives scores to be added over subsets: the sum ranks how much leaving a
-      subset out changes a newly trained network. They are means over checkpoints. `"point"` is what
+    - `question`: `"subset"` gives scores to be summed over a subset of points: the sums rank subsets by
+      how much leaving them out changes a newly trained network. These scores are means over checkpoints.
+      `"point"` is what
       leaving out one point does to these very runs, in the unit of the measured quantity; it goes
       backwards through the checkpoints, and the last checkpoint must be the end of training. The best
       scores for one question are not the best for the other. `kappa`, `combine`, `leverage`, `method`,
       `worker` and `mesh` belong to `"subset"`.
-    - `probes`: directions of outputs that are kept of each point's curvature: `LeadingProbes(m)`,
+    - `probes`: how many and which directions of each point's outputs are kept: `LeadingProbes(m)`,
       `RandomProbes(m, seed)`, a number (leading ones up to 64 outputs, else random ones), or `None` for
       all of them, which is exact. `"auto"` is exact if the factor fits in memory and would take at most
       a second per checkpoint at the rates of `plan`; otherwise it takes three probes, or as many as fit.
@@ -249,7 +251,7 @@ def attribute_runs(
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
     - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero if
       checkpoints and runs disagree on them. Entries on which they disagree may be due to the random
-      start of the network; see `shrunk`.
+      start of the network; see `shrunk` in this module.
     - `tokens`: for sequences, also the part of every training token, `result.tokens` of shape `(q, n, T)`:
       one forward derivative for each pair of query and sequence.
     - `folder`: where scores of finished checkpoints are kept; a killed run continues from there with
@@ -260,8 +262,8 @@ def attribute_runs(
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of the system and of its factor. Under
       `jax.distributed`, call this in every process with the same data.
 
-    **Returns:** `Attribution` without a unit; positive means that leaving the point out raises the
-    query's loss.
+    **Returns:** `Attribution`, without a unit unless `question="point"`; positive means that leaving the
+    point out raises the query's loss.
     """
     start = time.perf_counter()
     runs = list(trajectories)

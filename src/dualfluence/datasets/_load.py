@@ -40,7 +40,8 @@ def load(
     - `name`: one of the above.
     - `classes`: labels to keep; they keep their numbers.
     - `data_dir`: folder with the files of the full sets.
-    - `progress`: of the download; see `Ticker`.
+    - `progress`: whether to show the progress of the download: `True`, `False` or a function
+      `(done, total, label)`.
     """
     if name == "cifar10":
         chosen = CIFAR10_PAPER_CLASSES if classes is None else classes

@@ -39,7 +39,8 @@ class Fidelity:
     - `output_gap`: root mean square of the difference between network and linearised outputs, divided by
       the root mean square of the change of outputs.
 
-    The page on trust has the λ that makes both gaps small for networks of several widths and depths, and
+    The page "When to trust" has the λ that makes both gaps small for networks of several widths and
+    depths, and
     the errors of removals at a given gap.
     """
 

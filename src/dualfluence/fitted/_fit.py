@@ -91,7 +91,10 @@ def auto_ridge(
 def _size(model: TrainedModel) -> float:
     size = float(jnp.mean(model.kernel_diagonal))
     if not 0 < size < np.inf:
-        raise NotFinite(f"{WHAT}: the mean diagonal of K is {size:.3g}. Give a number.")
+        raise NotFinite(
+            f"{WHAT}: the mean diagonal of K is {size:.3g}, so no grid of ridges can be made. "
+            "Give ridge= a number."
+        )
     return size
 
 
@@ -157,8 +160,8 @@ def fit(
 
     $$\sum_i w_i\,\ell(f_i, y_i) + \tfrac{\lambda}{2}\|\theta-\theta_0\|^2,\qquad w_i = s_i/\sum_j s_j,$$
 
-    by damped Newton steps in data space: tens of products with `K`, compared with thousands in gradient
-    descent.
+    by damped Newton steps in data space: tens of products with the kernel matrix `K`, compared with
+    thousands in gradient descent.
 
     **Arguments:**
 
@@ -172,7 +175,8 @@ def fit(
     - `kernel`: how `K` is stored, or `K` itself: see `KernelOptions`.
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.
-    - `solver`, `rtol`: `Auto()` by default; relative residual of the last linear solves.
+    - `solver`, `rtol`: `Auto()` by default; the relative residual that the linear solves of the last
+      Newton steps must reach (earlier steps may be looser).
     - `tolerance`, `max_steps`: the largest `certificate.relative_bound`, by default near the limit of
       the dtype, and the largest number of steps.
     - `sketch`: the preconditioner, which is kept for later edits: see `Sketch`.
@@ -270,7 +274,8 @@ def kernel_operator(
     mesh: Mesh | Sequence[Device] | None = None,
     progress: bool | ProgressFn = True,
 ) -> AbstractKernelOperator:
-    """`K` on these points, for products or for `fit(kernel=...)` and similar calls.
+    """The kernel matrix `K` of these points, for products with `K` or for `fit(kernel=...)` and similar
+    calls.
 
     **Arguments:**
 

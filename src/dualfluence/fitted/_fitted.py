@@ -195,13 +195,14 @@ class Fitted(Shown, TrainedModel):
         valid, later requests give the same answers, and no edit can bring a purged point back.
 
         The purge does not change other objects that hold the row: this one, updates and fits before it,
-        your own arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a
-        mesh and a removed landmark of a low-rank model are refused. It copies a `K` in memory.
+        your own arrays, saved files, and a matrix or model that you hold. A kernel on disk, rows on a mesh
+        and a removed landmark of a low-rank model raise an error. A `K` in memory is copied.
 
-        For `from_trained`, the reference becomes the present parameters: `params()` and later edits of
-        the remaining points are unchanged, and linearised predictions start from the network there. The
-        reference parameters, and the parameters at which `J` is taken, were trained on the removed
-        points. Only the edit has removed the effect of these points from them.
+        For a model of `from_trained`, the present parameters take the place of the trained ones:
+        `params()` and later edits of the remaining points are unchanged, and linearised predictions start
+        from the network at these parameters. With `tangent="trained"` the parameters at which `J` is taken
+        were trained on the removed points and still carry information about them. Only the edit has
+        removed the effect of these points from the present parameters.
         """
         return purged(self)
 
@@ -256,7 +257,8 @@ class Fitted(Shown, TrainedModel):
           minus the log-sum-exp of the other outputs), or a function of one query's outputs `(c,)` and
           target.
         - `first_order`: the effect of an infinitesimal weight, which is cheaper. It ignores the leverage
-          of the point and the renormalisation of the mean, and is linear in the outputs.
+          of the point and the renormalisation of the mean, and it replaces the measured quantity by its
+          tangent in the outputs.
         - `refine`: take steps until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
         - `block_size`: queries and left-out points at a time; by default as many as memory allows.
@@ -287,8 +289,9 @@ class Fitted(Shown, TrainedModel):
     def ridge_path(self, grid: Numbers | None = None) -> RidgePath:
         """Leave-one-out and generalised cross-validation over a grid of ridges.
 
-        It takes one eigendecomposition of `RᵀKR`. It is exact for squared error. For other losses it is
-        one Newton step from this fit, accurate near the ridge of the fit.
+        It takes one eigendecomposition of `RᵀKR`, where `RRᵀ` are the weighted Hessians of the losses. It
+        is exact for squared error. For other losses each ridge is reached by one Newton step from this
+        fit, which is accurate near the ridge of the fit.
 
         **Arguments:**
 

@@ -96,8 +96,8 @@ def load(
     header have a SHA-256, sizes are compared before anything is read, and every field is checked. A
     checksum finds accidents, but an attacker who can write the file can also write its checksums.
     Therefore the certificate is not taken from the file: outputs, `Kα` and residual are computed again,
-    with two products. A `K` in the file is compared with the model's at a few points, and the
-    certificate is about that `K`.
+    with two products. A `K` in the file is compared with the model's at a few points, and the certificate
+    is about the `K` of the file.
 
     **Arguments:**
 

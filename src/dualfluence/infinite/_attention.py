@@ -18,8 +18,8 @@ from ._windows import at_first, at_second, same_pixel, take_diagonal
 class GlobalSelfAttention(AbstractLayer):
     r"""Attention between all pixels of an image (Hron et al. 2020), no positional embedding.
 
-    `scaling="linear"` (tied keys and queries): with $G = \zeta(W_qW_k\,K_{11})$, softmax over
-    the attended pixels or ReLU, and $v = (W_oW_v)^2$,
+    `scaling="linear"` (tied keys and queries): with $G = \zeta(W_qW_k\,K_{11})$, where $\zeta$ is the
+    softmax over the attended pixels, ReLU or the identity (`mechanism`), and $v = (W_oW_v)^2$,
     $K' = v\,G_1KG_2^\top + b^2$ and $\Theta' = v\,G_1\Theta G_2^\top + 2(K'-b^2) + b^2$.
     `scaling="sqrt"` has a limit in closed form for `mechanism="identity"` only:
     $K' = v'\langle K,K\rangle K + b^2$ with $v' = (W_qW_kW_oW_v)^2$.

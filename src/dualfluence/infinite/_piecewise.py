@@ -37,9 +37,9 @@ class AbstractActivation(AbstractLayer):
     def out_spec(self, spec: Spec) -> Spec:
         if not spec.gaussian:
             raise ValueError(
-                f"{self}: an activation needs Gaussian inputs, but none of Dense, Conv and "
-                "GlobalSelfAttention comes between it and the input, Flatten or the activation "
-                "before it. Put a Dense or Conv in between."
+                f"{self}: an activation needs Gaussian inputs, that is, a Dense, Conv or "
+                "GlobalSelfAttention after the input, after Flatten and after every other activation. "
+                "Put a Dense or Conv before this one."
             )
         return replace(spec, gaussian=False, fresh=False)
 
@@ -72,7 +72,8 @@ class ABRelu(AbstractActivation):
     With $\theta$ the angle of the pair,
     $K' = \frac{(a-b)^2}{2\pi}s(\sin\theta-\theta\cos\theta) + \frac{a^2+b^2}2 K$ and
     $E\phi'\phi' = \frac{a^2+b^2}2 - \frac{(a-b)^2}{2\pi}\theta$ (Cho & Saul 2009, degrees 1, 0);
-    written in the nearer of $\theta$ and $\pi-\theta$, so that nothing cancels. A zero vector
+    computed from the smaller of $\theta$ and $\pi-\theta$, so that no digits cancel. $s$ is the product of
+    the two standard deviations. A zero vector
     counts as orthogonal to everything.
     """
 

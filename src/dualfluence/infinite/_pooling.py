@@ -159,7 +159,8 @@ def _need_images(layer: AbstractLayer, spec: Spec) -> None:
 
 @dataclass(frozen=True)
 class Flatten(AbstractLayer):
-    """Pixels and channels become one axis: the mean of the kernel over equal pixels."""
+    """Pixels and channels become one axis. The new kernel is the mean, over all pixels, of the kernel
+    between equal pixels of both images."""
 
     def out_spec(self, spec: Spec) -> Spec:
         _need_images(self, spec)

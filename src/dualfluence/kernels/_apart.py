@@ -195,7 +195,7 @@ def _compare(
     if gap > slack * size:
         raise ValueError(
             f"apply_fn: the output at one point depends on other points: the {what} of one point change "
-            f"by {gap:.3g} of {size:.3g} when evaluated side by side {cause}, so no per-point derivative "
-            "exists. Put batch norm and dropout in inference mode; take no means, sums or attention over "
-            "axis 0."
+            f"by {gap:.3g} (their size is {size:.3g}) when it is evaluated together {cause}, so no "
+            "per-point derivative exists. Put batch norm and dropout in inference mode; take no means, sums "
+            "or attention over axis 0."
         )

@@ -64,8 +64,9 @@ class Linearized(eqx.Module):
     Made by `linearize`. All products run in batches of points, so they need memory for one batch and
     one parameter vector.
 
-    `scale` is the `P` of `linearize`, with a number for each trainable leaf, an array like it, or
-    `None` for 1. It is `None` as a whole if every leaf has 1. Kernels include `P`; `jvp`, `vjp` and
+    `scale` is the `P` of `linearize`: for each trainable leaf a number, an array of the leaf's shape, or
+    `None`, which means 1. If it is 1 for every leaf, `scale` itself is `None`. Kernels include `P`; `jvp`,
+    `vjp` and
     `jacobian` are products with `J` itself.
     """
 
@@ -109,7 +110,8 @@ class Linearized(eqx.Module):
     def in_scale(self) -> "Linearized":
         """The same network as a function of `φ` in `θ = θ₀ + P^{1/2}φ`, with a plain ridge.
 
-        Its parameters are `Shifted`; `enter` and `leave` go from `θ` to these and back. `fit` and all
+        Its parameters are a `Shifted` (`kernels._params`), which holds `φ`; `enter` turns `θ` into one,
+        and `leave` turns it back. `fit` and all
         later code work on it, so no other code handles scales.
         """
         if self.scale is None:
@@ -144,7 +146,8 @@ class Linearized(eqx.Module):
         return widening_of(self.apply_fn)
 
     def widened(self) -> "Linearized":
-        """The same network computed in float64 from the same numbers; call it in a `double` scope.
+        """The same network computed in float64 from the same numbers; call it inside `with double():`
+        (`_support.compile`), which switches JAX's 64-bit types on.
 
         Points stay unchanged, and parameters that it returns (`leave`) have the dtypes of the user.
         """
@@ -268,8 +271,8 @@ class Linearized(eqx.Module):
             ).value
 
     def kernel_rows(self, x: Inputs, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
-        """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row;
-        both sides use the same `J`."""
+        """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row. A
+        point has the same `J` in its row and in its column."""
         model = self.bound(x)
         return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
 
@@ -449,7 +452,7 @@ def linearize(
     For a model that is linear in its parameters, `anchor="zero"` gives the usual
     $\frac{\lambda}{2}\|\theta\|^2$ instead (paper, section 3.4); `fit` checks that it is linear.
 
-    With a `scale`, $P$ on the diagonal, the ridge is $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$:
+    With a `scale`, the diagonal matrix $P$, the ridge is $\frac{\lambda}{2}\sum_k(\theta-\theta_0)_k^2/P_k$:
     the ridge hardly pulls a parameter with a large scale. The kernel is then $JPJ^\top$, parameters are
     $\theta_0+PJ^\top\alpha$, and all norms and distances of parameters in fits, edits and certificates
     are taken with $P^{-1}$.

@@ -202,7 +202,7 @@ PROBABILITY_SLACK = 1e-3
 
 
 class SquaredError(AbstractLoss):
-    """`½‖f − y‖²`. One dual step is exact retraining."""
+    """`½‖f − y‖²`. One Newton step in data space is exact retraining."""
 
     def prepare_targets(self, targets: Numbers, num_outputs: int | None, dtype: DTypeLike) -> Array:
         return numeric_targets("SquaredError", targets, num_outputs, dtype)

@@ -148,8 +148,8 @@ class _Scorer:
         """The diagonal of the scores with the training points as queries."""
         if quantity.name != "loss":
             raise ValueError(
-                "attribute: self_influence works only with the option of='loss'. The targets of the training "
-                f"points belong to the loss, not to {quantity.name!r}."
+                "attribute: self_influence=True is possible only with of='loss', because the training "
+                f"points have targets for the loss and none for {quantity.name!r}."
             )
         model, size = self.curvature.model, gradients_at_once(self.curvature.model)
         v, parts = quantity.grad(f, targets), []

@@ -20,9 +20,10 @@ SAFETY = 1.05
 class LiSSA(AbstractPrimalSolver):
     r"""$x_{t+1} = x_t + (b - (C+\delta I)x_t)/s$, which converges for $s > \tfrac12\lambda_{\max}$.
 
-    After `depth` steps the error is at most $(1-\delta/s)^{\text{depth}}$ of the answer on the
-    Gauss-Newton matrix. The actual error is measured: `error` in the facts is $\|r\|/\delta$ over
-    $\|x\|$, a bound on the relative error, since no eigenvalue of `C + δI` is below `δ`.
+    `C` is the curvature matrix without the ridge. If it is the Gauss-Newton matrix, the error after
+    `depth` steps is at most $(1-\delta/s)^{\text{depth}}$ times the norm of the answer. The actual error
+    is measured: `error` in the facts is $\|r\|/(\delta\|x\|)$ with the residual $r$. This bounds the
+    relative error, since no eigenvalue of the Gauss-Newton `C + δI` is below `δ`.
 
     **Fields:**
 

@@ -57,7 +57,8 @@ class AbstractPrimalInverse(eqx.Module):
 
 
 class AbstractPrimalSolver(eqx.Module):
-    """A way to apply `(C + (λ + damping) I)⁻¹`; `λ` comes from the problem."""
+    """A way to apply `(C + (λ + damping) I)⁻¹`, where `C` is the curvature matrix of the losses; `λ` comes
+    from the problem."""
 
     @abc.abstractmethod
     def inverse(self, curvature: Curvature) -> AbstractPrimalInverse:

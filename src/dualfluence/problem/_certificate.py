@@ -103,8 +103,8 @@ class Certificate(Shown):
     - `parameter_norm`: `‖θ − θ₀‖`.
     - `ridge`: `λ`.
     - `gap`: $\|\theta-\theta_0-J^\top\alpha\|$ of a model from `from_trained`; edits do not change it.
-      $\nabla L_w = J^\top\rho + \lambda(\theta-\theta_0-J^\top\alpha)$, so it is added to the bound
-      unchanged.
+      $\nabla L_w = J^\top\rho + \lambda(\theta-\theta_0-J^\top\alpha)$, so the gap is added to the bound
+      as it is, not divided by `λ`.
     - `certified`: `False` for a network that is not linear in its parameters; its bounds are `inf`.
     - `reading`: the rounding of parameters when they are returned in float32: half a rounding unit of each.
     - `noise`: how much of `gradient_norm` can be rounding, an estimate for rows that round

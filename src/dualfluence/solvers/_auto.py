@@ -34,8 +34,8 @@ class Auto(eqx.Module):
     """Uses a direct solve if the factorised matrix is small, preconditioned CG otherwise.
 
     - `direct_size`: largest matrix that is factorised.
-    - `gather_size`: if most points are removed and `K` is larger than this, only the block of the
-      others is solved.
+    - `gather_size`: if most points are removed and `K` is larger than this, only the rows and columns of
+      the retained points are solved for.
     """
 
     direct_size: int = eqx.field(static=True, default=DIRECT_SIZE)

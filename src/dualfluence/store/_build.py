@@ -153,8 +153,8 @@ def _share_lock(path: Path, share: tuple[int, int]) -> str:
 
     def refuse(process: str) -> None:
         raise StoreError(
-            f"store: process {process} computes a share of {path}, with an N other than {shares}. "
-            "Give every worker the same N, or wait for that process."
+            f"store: process {process} computes a share of {path}, and its number of shares is not {shares}. "
+            "Give every worker=(i, N) the same N, or wait for that process."
         )
 
     for lock in path.glob(SHARES):

@@ -25,7 +25,8 @@ NOT_COVERED = (
 
 
 def write_documents(line: Json, folder: AnyPath) -> dict[str, Path]:
-    """Write both documents of a line of the ledger into `folder`, and return their paths."""
+    """Write a line of the ledger as two documents, `certificate-….json` and a page `certificate-….html`,
+    into `folder`, and return their paths."""
     stem = f"certificate-{line['sequence']:08d}"
     paths = {kind: Path(folder) / f"{stem}.{kind}" for kind in ("json", "html")}
     document = {"line": line, "guarantee": GUARANTEE, "not_covered": list(NOT_COVERED)}

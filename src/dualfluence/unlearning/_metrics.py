@@ -37,8 +37,8 @@ def klom(
 ) -> Float[np.ndarray, " q"]:
     """`KL(unlearned ‖ retrained)` of margins, point by point (Georgiev et al., 2024).
 
-    Margins are clipped to ±100 and put into 20 equal bins over the joint range. Bins of the retrained models
-    hold at least 1e-5.
+    Margins are clipped to ±100 and put into 20 equal bins over the joint range. Shares of the retrained
+    models below 1e-5 are raised to 1e-5.
     """
     if unlearned.ndim != 2 or unlearned.shape[1:] != retrained.shape[1:]:
         raise ValueError(
