@@ -15,6 +15,7 @@ Programs are optimised there: what a GPU's compiler does to a convolution is wha
 import gc
 import mmap
 import os
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,7 +62,6 @@ if PLATFORM == "cpu":
     # Two of them, so that a mesh has more than one row of devices, and uneven shares.
     jax.config.update("jax_num_cpu_devices", 2)
 
-install_import_hook("dualfluence", "beartype.beartype")
 
 MOST_MAPS = 20_000
 """Memory maps of a process past which compiled programs are dropped. Each program holds a few; Linux allows
@@ -101,7 +101,16 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_numpy_rank_promotion", "raise" if strict else "allow")
 
 
-def pytest_configure():
+CHECKED = ("attribution", "dual", "fitted", "linalg", "losses", "metrics", "models", "operators", "primal",
+           "problem", "solvers", "store", "unlearning")  # fmt: skip
+"""Rooms whose arguments are compared with their annotations by default. Long tests compare them in every room:
+readers of programs, checks of input and the apps make most calls, and few of these are with arrays."""
+
+
+def pytest_configure(config):
+    long = re.search(r"(?<!not )(thorough|slow)", config.option.markexpr or "thorough")
+    checked = "dualfluence" if long else [f"dualfluence.{room}" for room in CHECKED]
+    install_import_hook(checked, "beartype.beartype")
     if PLATFORM != "cpu" and jax.default_backend() == "cpu":
         raise pytest.UsageError(
             f"DUALFLUENCE_TEST_PLATFORM={PLATFORM}, but JAX finds only a CPU. Install jax[cuda12]."
