@@ -103,7 +103,7 @@ def pytest_runtest_setup(item):
 
 CHECKED = ("attribution", "dual", "fitted", "linalg", "losses", "metrics", "models", "operators", "primal",
            "problem", "solvers", "store", "unlearning")  # fmt: skip
-"""Rooms whose arguments are compared with their annotations by default. Long tests compare them in every room:
+"""Rooms whose arguments are compared with their annotations by default. Long tests compare all:
 readers of programs, checks of input and the apps make most calls, and few of these are with arrays."""
 
 

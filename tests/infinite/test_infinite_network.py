@@ -276,6 +276,8 @@ IMAGE = np.ones((2, 4, 4, 1))
         ),
         (lambda: infinite.serial(jnp.tanh), TypeError, "Activation"),
         (lambda: infinite.Dropout(0.0), ValueError, "keeping"),
+        (lambda: infinite.AvgPool((0, 2)), ValueError, "window"),
+        (lambda: infinite.SumPool((2, 2), strides=(1, -1)), ValueError, "strides"),
         (
             lambda: infinite.serial(
                 infinite.Dense(), infinite.Dense(parameterization="standard")

@@ -7,6 +7,7 @@ import pytest
 
 from dualfluence.kernels import _along, empirical_kernel
 from dualfluence.kernels._along import kernel_along
+from dualfluence.kernels._prepare import Prepared, prepare_kernel
 from users import ordinary
 
 
@@ -42,6 +43,27 @@ def test_the_folded_kernel_is_the_kernel_folded(fn, budget, monkeypatch):
         np.testing.assert_allclose(
             thin, np.einsum("qa,qanb->qnb", v, whole), rtol=1e-10, atol=1e-10
         )
+
+
+def test_features_of_few_points_are_held_at_once(monkeypatch):
+    """A quarter of the budget for the features of `x1`, and no part above it."""
+    parts = []
+    features = Prepared.features
+
+    def watched(self, leaves, rest, x, chunk):
+        parts.append((len(x), chunk))
+        return features(self, leaves, rest, x, chunk)
+
+    monkeypatch.setattr(Prepared, "features", watched)
+    rng = np.random.default_rng(1)
+    x, v = rng.normal(size=(40, 4)), jnp.ones((40, 3))
+    prepared, *_ = prepare_kernel(_dense, _params(), x, None, "auto", None)
+    size = prepared.feature_bytes
+    budget = max(4 * 8 * size, 2 * 8 * prepared.workspace_bytes)
+    kernel_along(_dense, _params(), x, v, x, tile_bytes=budget)
+    assert max(n * size for n, _ in parts) <= budget // 4
+    assert max(chunk * prepared.workspace_bytes for _, chunk in parts) <= budget // 2
+    assert sum(n for n, _ in parts) == 80
 
 
 def test_points_without_finite_derivatives_are_named():

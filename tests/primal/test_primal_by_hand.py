@@ -6,6 +6,8 @@ import pytest
 
 import dualfluence as dfl
 from dualfluence import primal
+from dualfluence.primal import _curvature
+from dualfluence.primal._curvature import extreme_eigenvalues, krylov_space, make_curvature
 
 RNG = np.random.default_rng(0)
 N, P, C, RIDGE = 6, 3, 2, 0.3
@@ -100,3 +102,25 @@ def test_an_edit_of_squared_error_is_exact(name):
     both = update.delta_loss(XQ, YQ, include_ridge=True, first_order=True)
     want = first + RIDGE * (before * (after - before)).sum()
     np.testing.assert_allclose(both, want, rtol=1e-6)
+
+
+def test_extreme_eigenvalues_are_moved_outwards_by_their_error_bound(monkeypatch):
+    """The bound is the residual `‖Cx − μx‖` of each Ritz pair, computed here from the matrix written out."""
+    w = WEIGHTS / WEIGHTS.sum()
+    C = np.kron(X.T * w @ X, np.eye(2))
+    curvature, _ = make_curvature(
+        model(), model().params, jnp.asarray(X), jnp.asarray(Y), jnp.asarray(w), LOSS,
+        jnp.asarray(RIDGE), True,
+    )  # fmt: skip
+    values = np.linalg.eigvalsh(C)
+    found = extreme_eigenvalues(curvature, "gauss-newton")
+    np.testing.assert_allclose(found, (values[0], values[-1]), rtol=1e-6, atol=1e-12)
+
+    monkeypatch.setattr(_curvature, "EIGENVALUE_STEPS", 2)
+    krylov = krylov_space(curvature, "gauss-newton", 2, 0)
+    ritz, vectors = krylov.ritz()
+    full = np.asarray(krylov.basis).T @ vectors
+    off = np.linalg.norm(C @ full - full * ritz, axis=0)
+    assert off.min() > 1e-3
+    found = extreme_eigenvalues(curvature, "gauss-newton")
+    np.testing.assert_allclose(found, ((ritz - off).min(), (ritz + off).max()), rtol=1e-6)

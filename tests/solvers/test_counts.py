@@ -80,6 +80,25 @@ def test_every_product_is_counted(solver, ridge):
         assert least <= ran <= 1 + 2 * max(solver.refinements, solver.max_refinements)
 
 
+def test_rounds_of_refinement_add_their_products():
+    """Beside the products of the inner solves, two for each round: right-hand side and defect."""
+    loss = dfl.SquaredError()
+    factor = loss.hess_factor(jnp.zeros((N, C)), jnp.zeros((N, C)), jnp.full(N, 1 / N))
+    op = operators.MixedOperator(operators.DenseOperator(jnp.asarray(K, jnp.float32), C))
+    b = jnp.asarray(B)
+    system = LinearSystem(
+        op, factor, jnp.asarray(0.1), b, op.mv(b), NoPreconditioner(), jnp.asarray(1e-12)
+    )
+    one, all_of_them = (
+        solvers.Refined(solvers.CG(), max_rounds=rounds).solve(system) for rounds in (1, 10)
+    )
+    assert int(one.products) == int(one.iterations) + 2
+    # A second round at least; CG itself may take a product more than iterations.
+    assert int(all_of_them.products) >= int(all_of_them.iterations) + 4
+    want = np.linalg.solve(0.1 * np.eye(N * C) + K.astype(np.float32).astype(float) / N, B.ravel())
+    np.testing.assert_allclose(all_of_them.value.ravel(), want, rtol=1e-9)
+
+
 def test_refinements_end_when_they_no_longer_help():
     """Half of the residual, at least, or that was the last one."""
     exact = solved(solvers.Cholesky(refinements=0), dfl.SquaredError(), rtol=1e-10)
