@@ -70,6 +70,8 @@ IMPORTED = (
 """What every run of tests imports, and no bug changes: imported once, before processes fork."""
 STARTING = 60
 """CPU seconds that a run may take besides its tests."""
+DEFAULTS = "tests/test_defaults.py"
+"""Runs no function, but compares the defaults of options, which stand outside of them."""
 STATES = {"seen": 5, "survived": 9, "explained": 10, "unfinished": 11}
 SEEN_STATES = ("failed", "error", "too long")
 
@@ -173,6 +175,7 @@ def tests_for(mutant: Mutant, found: dict[str, dict[str, Any]]) -> dict[str, set
             file: {t for r, tests in line["runs"].items() if r.startswith(f"{mutant.file}::") for t in tests}
             for file, line in found.items()
         }  # fmt: skip
+        ran |= {f: set(line["took"]) for f, line in found.items() if f == DEFAULTS}
 
     def order(file: str) -> tuple[bool, float]:
         of_room = file.startswith((f"tests/{room.strip('_')}/", f"tests/test_{room.strip('_')}"))

@@ -5,7 +5,8 @@ import builtins
 from pathlib import Path
 
 import pytest
-from mutations import SEEN, mutants, watched
+from mutants import tests_for as files_and_tests
+from mutations import SEEN, Mutant, mutants, watched
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.host
@@ -88,3 +89,25 @@ def test_sources_of_the_library_stay_python_when_watched(file):
     marks = watched(file, text).count("_planted_seen.add(")
     ast.parse(watched(file, text))
     assert 0.8 * len(names) <= marks <= len(names)
+
+
+def test_bugs_in_defaults_are_shown_to_the_tests_of_defaults():
+    """A class body runs where its module is imported, which no test is known for."""
+    file = "src/dualfluence/primal/_low_rank.py"
+    rank = Mutant(file, 0, 2, "50", "(51)", "constant", 83, "Nystrom")
+    solve = Mutant(file, 0, 2, "1", "(2)", "constant", 99, "Nystrom.prepare")
+    seconds = {"test_a": 1.0, "test_b": 2.0}
+    found = {
+        "tests/test_defaults.py": {"runs": {}, "took": {"test_record": 0.5}},
+        "tests/primal/test_solvers.py": {
+            "runs": {f"{file}::Nystrom.prepare": ["test_a"]},
+            "took": seconds,
+        },
+    }
+    assert files_and_tests(rank, found) == {
+        "tests/primal/test_solvers.py": {"tests/primal/test_solvers.py::test_a"},
+        "tests/test_defaults.py": {"tests/test_defaults.py::test_record"},
+    }
+    assert files_and_tests(solve, found) == {
+        "tests/primal/test_solvers.py": {"tests/primal/test_solvers.py::test_a"}
+    }
