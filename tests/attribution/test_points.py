@@ -9,6 +9,7 @@ from test_trajectory import C, D, N, _data, _jacobian, _params, _run, _softmax
 
 import cases
 from dualfluence.attribution import RandomProbes, Trajectory, _adjoint, attribute_runs, evaluate
+from users import ordinary
 
 OPTIONS = {"question": "point", "probes": None, "progress": False}
 
@@ -78,6 +79,19 @@ def test_scores_of_points_in_float32_and_blocks_of_queries(count, monkeypatch):
     np.testing.assert_allclose(
         run.attribute(x, y, xq, yq, **OPTIONS).values, want, rtol=1e-10, atol=1e-14
     )
+
+
+def test_points_of_more_digits_than_the_parameters():
+    """Float64 points, as NumPy makes them, and float32 parameters: outputs are in float64."""
+    x, y, xq, yq = _data()
+    given = [jax.tree.map(lambda a, k=k: jnp.asarray(a, jnp.float32), _params(k)) for k in range(2)]
+    runs = [
+        Trajectory(ordinary(cases.mlp), params, steps=[1, 10], learning_rate=0.1)
+        for params in (given, jax.tree.map(lambda a: a.astype(jnp.float64), given))
+    ]
+    mixed, wide = (run.attribute(x, y, xq, yq, **OPTIONS).values for run in runs)
+    assert x.dtype == np.float64
+    np.testing.assert_allclose(mixed, wide, rtol=1e-4, atol=1e-5 * np.abs(wide).max())
 
 
 def test_several_runs_are_the_mean_and_random_probes_are_near():

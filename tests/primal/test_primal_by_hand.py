@@ -8,6 +8,7 @@ import dualfluence as dfl
 from dualfluence import primal
 from dualfluence.primal import _curvature
 from dualfluence.primal._curvature import extreme_eigenvalues, krylov_space, make_curvature
+from users import ordinary
 
 RNG = np.random.default_rng(0)
 N, P, C, RIDGE = 6, 3, 2, 0.3
@@ -102,6 +103,21 @@ def test_an_edit_of_squared_error_is_exact(name):
     both = update.delta_loss(XQ, YQ, include_ridge=True, first_order=True)
     want = first + RIDGE * (before * (after - before)).sum()
     np.testing.assert_allclose(both, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("solver", EXACT, ids=lambda s: type(s).__name__)
+def test_float32_parameters_and_float64_points(solver):
+    """Outputs are in float64, so the solve is; answers are those of the same parameters in float64."""
+    scores, steps = [], []
+    for dtype in (jnp.float32, jnp.float64):
+        net = dfl.linearize(ordinary(lambda params, x: x @ params), jnp.zeros((P, C), dtype))
+        theta = jnp.asarray(optimum(WEIGHTS), jnp.float32).astype(dtype)
+        given = {"loss": LOSS, "ridge": RIDGE, "weights": WEIGHTS, "solver": solver}
+        scores.append(primal.attribute(net, theta, X, Y, XQ, YQ, **given).values)
+        update = primal.influence(net, theta, X, Y, dfl.Remove([0]), **given, on_failure="report")
+        steps.append(np.asarray(update.params(), float) - np.asarray(theta, float))
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-6)
+    np.testing.assert_allclose(steps[0], steps[1], atol=1e-6)
 
 
 def test_extreme_eigenvalues_are_moved_outwards_by_their_error_bound(monkeypatch):

@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from .._support.archive import digest_of_all
 from .._support.compile import HIGHEST, PRECISION, filter_jit
 from .._support.memory import even_size, memory_budget
+from .._support.points import common_dtype
 from ..kernels._linearized import Linearized
 from ..kernels._products import cut, map_rows
 from ..losses import AbstractLoss
@@ -141,6 +142,8 @@ def step_back(
     x, seen, raw = data.x, moment.model.in_scale(), replace(moment.model, scale=None)
     given = (x, data.targets, data.xq, data.quantity)
     terms = directed_terms(seen, *given, loss, probes, moment.key)
+    # Float64 points make float64 outputs of float32 parameters.
+    a = a.astype(common_dtype(a.dtype, terms.g.dtype))
     delta, decay = (jnp.asarray(v, a.dtype) for v in (moment.duration, moment.decay))
     chol = factor(View(seen, x, terms.P).system(), 1 / delta + decay)
     metric = _flat_scale(moment.model)
@@ -174,7 +177,8 @@ def pushed(
     """`UᵀJPa`: outputs' changes along directions of parameters, folded."""
     theta, outputs = model._outputs()
     unravel = ravel_pytree(theta)[1]
-    tangents = jax.vmap(unravel)(a if metric is None else a * metric[None])
+    tangents = jax.vmap(unravel)(a if metric is None else a * metric[None].astype(a.dtype))
+    tangents = jax.tree.map(lambda t, p: t.astype(p.dtype), tangents, theta)
 
     def rows(batch: tuple[Array, Array]) -> Array:
         xb, Ub = batch
@@ -198,7 +202,8 @@ def pulled(
         xb, Pb, yb = batch
         f, back = jax.vjp(lambda t: outputs(t, xb), theta)
         v = jnp.einsum("ncr,nrq->qnc", Pb, yb, precision=HIGHEST).astype(f.dtype)
-        return total + jax.vmap(lambda each: ravel_pytree(back(each)[0])[0])(v), None
+        pulled_back = jax.vmap(lambda each: ravel_pytree(back(each)[0])[0])(v)
+        return total + pulled_back.astype(total.dtype), None
 
     start = jnp.zeros((y.shape[1], ravel_pytree(theta)[0].size), y.dtype)
     batches = (cut(x, size), cut(P, size), cut(weights, size, zeros=True))

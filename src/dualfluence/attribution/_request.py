@@ -15,7 +15,7 @@ from jaxtyping import Array
 from .._support.archive import digest_of_all
 from .._support.checks import check_queries, check_rows
 from .._support.compile import filter_jit
-from .._support.points import Form, enter_points, form_of, shown
+from .._support.points import Form, common_dtype, enter_points, form_of, shown
 from .._support.types import Inputs, Numbers
 from ..kernels._linearized import Linearized
 from ..losses import AbstractLoss
@@ -74,9 +74,11 @@ def check_data(
     queries = check_queries(xq, features, form=form)
     model = run.model(0).reading(form)
     c = model.apply_shape(features[:1])[1]
-    targets = loss.prepare_targets(y, c, model.dtype)
+    # Float64 points make float64 outputs of float32 parameters.
+    dtype = common_dtype(model.dtype, jax.eval_shape(model.base_outputs, features[:1]).dtype)
+    targets = loss.prepare_targets(y, c, dtype)
     check_rows("y", targets, features.shape[0], "point of x")
-    quantity = as_quantity(of, loss, yq, queries.shape[0], c, model.dtype)
+    quantity = as_quantity(of, loss, yq, queries.shape[0], c, dtype)
     return Data(features, targets, queries, quantity, c, yq, form, model.dtype)
 
 

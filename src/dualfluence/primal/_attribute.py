@@ -87,8 +87,8 @@ def attribute(
     with double(model.widening is not None):
         start = training_start("attribute", model, params, x, y, weights, loss)
         data, queries = start.data, start.data.queries(xq)
-        quantity = as_quantity(of, loss, yq, queries.shape[0], start.num_outputs, model.dtype)
-        lam = check_ridge(ridge, model.dtype)
+        quantity = as_quantity(of, loss, yq, queries.shape[0], start.num_outputs, start.model.dtype)
+        lam = check_ridge(ridge, start.model.dtype)
         count = 1 if devices is None else devices.size
         curvature, f = curvature_at("attribute", start, data, lam, batch_size, linearised, count)
         check_finite("attribute: outputs at params", f, hint="Did training diverge?")

@@ -54,14 +54,17 @@ def training_start(
 ) -> Start:
     """The checked arguments of a user, in the precision of the model."""
     theta = check_params(f"{what}: params", model, params)
-    model = bound_network(model, x)
-    theta = model.enter(theta)
+    given, model = model, bound_network(model, x)
     check_loss(what, loss, AbstractLoss)
     features, targets = enter_points("x", x, model.form), as_array("y", y)
     check_rows("y", targets, features.shape[0], "point of x")
     samples = training_weights(what, weights, features.shape[0])
     num_outputs = check_network(model, features, None)
     dtype = jax.eval_shape(model.base_outputs, features).dtype
+    if dtype == jnp.float64 and model.dtype == jnp.float32:
+        # Float64 points or constants: a solve would carry vectors of both types.
+        model = bound_network(given.widened(), x)
+    theta = model.enter(theta)
     prepared = loss.prepare_targets(targets, num_outputs, dtype)
     return Start(model, theta, TrainingSet(features, prepared, samples, form=model.form), loss)
 
