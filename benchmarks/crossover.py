@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from measure import draw_again, keep, num_cores
+from measure import compare_removals, draw_again, keep, num_cores
 
 CLASSES, SIDE = 10, 7
 RIDGE = 1e-2
@@ -141,12 +141,9 @@ def measure_width(per_class: int, width: int, repeats: int) -> dict[str, Any]:
     import jax
 
     import dualfluence as dfl
-    from dualfluence import metrics
-    from dualfluence.apps.compare._methods import Settings, TrainedCase
     from dualfluence.apps.compare._names import ONE_STEP, PAPER, PARAMETER
     from dualfluence.apps.compare._networks import fully_connected_from_zero
     from dualfluence.apps.compare._timing import time_call
-    from dualfluence.apps.paper._methods import make_methods
     from dualfluence.apps.paper._remove import remove
 
     x, y = digits(per_class)
@@ -161,24 +158,11 @@ def measure_width(per_class: int, width: int, repeats: int) -> dict[str, Any]:
         progress=False,
         on_failure="report",
     )
-    params = fitted.params()
     rng = np.random.default_rng(0)
     sets = [rng.choice(len(y), len(y) // 10, replace=False) for _ in range(repeats + 1)]
-    trained = TrainedCase(fitted, params, y, Settings())
-    truth = fitted.retrain(dfl.Remove(sets[0]), progress=False).params()
-    found: dict[str, Any] = {}
-    for name, method in make_methods(trained, (PARAMETER, PAPER, ONE_STEP)).items():
-        first = time_call(lambda m=method: m(sets[0]))
-        new, facts = first.result
-        calls = [time_call(lambda s=s, m=method: m(s)[0]) for s in sets[1:]]
-        found[name] = {
-            "first": first.seconds,
-            "seconds": [call.seconds for call in calls],
-            "cpu_seconds": [call.cpu_seconds for call in calls],
-            "solve_seconds": min(call.seconds for call in calls),
-            "iterations": max(1, facts["iterations"]),
-            "distance": metrics.relative_distance(new, truth),
-        }
+    found, change = compare_removals(fitted, y, sets, (PARAMETER, PAPER, ONE_STEP))
+    for method in found.values():
+        method["solve_seconds"] = min(method["seconds"])
     solve = lambda s: remove(fitted, dfl.Remove(s), on_failure="report").delta_alpha  # noqa: E731
     jax.block_until_ready(solve(sets[0]))
     alone = [time_call(lambda s=s: solve(s)).seconds for s in sets[1:]]
@@ -189,7 +173,7 @@ def measure_width(per_class: int, width: int, repeats: int) -> dict[str, Any]:
         "width": width,
         "num_params": p,
         "p_over_nc": p / nc,
-        "change": metrics.relative_distance(params, truth),
+        "change": change,
         "methods": found,
     }
 

@@ -67,6 +67,36 @@ def plain_relu_network(widths: Sequence[int]) -> tuple[Callable[..., Array], Any
     return apply, params
 
 
+def compare_removals(
+    fitted: Any, y: Any, sets: Sequence[Any], names: Sequence[str]
+) -> tuple[dict[str, dict[str, Any]], float]:
+    """Seconds, steps and distance to exact retraining of every method, and how far retraining moves.
+
+    The first set is removed by a first call and compared with retraining; the others are repeated calls.
+    """
+    import dualfluence as dfl
+    from dualfluence import metrics
+    from dualfluence.apps.compare._methods import Settings, TrainedCase
+    from dualfluence.apps.paper._methods import make_methods
+
+    params = fitted.params()
+    truth = fitted.retrain(dfl.Remove(sets[0]), progress=False).params()
+    found: dict[str, dict[str, Any]] = {}
+    trained = TrainedCase(fitted, params, y, Settings())
+    for name, method in make_methods(trained, names).items():
+        first = time_call(lambda m=method: m(sets[0]))
+        new, facts = first.result
+        calls = [time_call(lambda s=s, m=method: m(s)[0]) for s in sets[1:]]
+        found[name] = {
+            "first": first.seconds,
+            "seconds": [call.seconds for call in calls],
+            "cpu_seconds": [call.cpu_seconds for call in calls],
+            "iterations": max(1, facts["iterations"]),
+            "distance": metrics.relative_distance(new, truth),
+        }
+    return found, metrics.relative_distance(params, truth)
+
+
 def keep(
     found: dict[str, Any], out: Path | None, draw: Callable[[dict[str, Any], Path], None]
 ) -> None:

@@ -164,6 +164,18 @@ def test_a_product_with_rows_on_a_mesh_is_that_of_the_block(kind):
     np.testing.assert_allclose(block.mv(jnp.asarray(v)), want, rtol=1e-12)
 
 
+def test_entries_that_would_not_fit_are_refused_before_they_are_made(monkeypatch):
+    fitted = dfl.fit(
+        dfl.linearize(lambda w, x: x @ w, jnp.zeros((3, 2))), np.eye(3), np.ones((3, 2)),
+        loss=dfl.SquaredError(), ridge=0.1, kernel="matrix-free", progress=False,
+    )  # fmt: skip
+    monkeypatch.setattr("dualfluence.apps.paper._forms.memory_budget", lambda: 6**2 * 8 - 1)
+    with pytest.raises(MemoryError, match=r"6 rows take .* Use fitted\.edit"):
+        remove(fitted, dfl.Remove([0]))
+    monkeypatch.setattr("dualfluence.apps.paper._forms.memory_budget", lambda: 6**2 * 8)
+    assert remove(fitted, dfl.Remove([0])).stats.converged
+
+
 def test_only_removals_and_only_the_papers_forms_are_taken():
     fitted = cases.fit(problems.linear_problem(6, 2, 30, "squared"))
     for edit in (

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from ..._support.compile import HIGHEST, filter_jit
+from ..._support.memory import memory_budget
 from ..._support.types import AnyArray
 from ...losses import AbstractFactor
 from ...operators import AbstractKernelOperator, DenseOperator
@@ -172,7 +173,17 @@ def _retained_mass(before: Problem, keep: np.ndarray, dtype: Any) -> Float[Array
 def _with_entries(op: AbstractKernelOperator) -> AbstractKernelOperator:
     """`op`, what it holds on a mesh, or the entries of one that holds none."""
     held = op if op.layout.sharding is None else getattr(op, "op", op)
-    return held if held.has_entries else DenseOperator(op.dense(), op.num_outputs)
+    if held.has_entries:
+        return held
+    rows = op.num_points * op.num_outputs
+    size = rows**2 * np.dtype(op.dtype).itemsize
+    if size > memory_budget():
+        raise MemoryError(
+            f"The paper's dual form needs the entries of K, and {rows:,} rows take {size / 2**30:.3g} GiB, "
+            f"more than may be used here ({memory_budget() / 2**30:.3g} GiB). Use fitted.edit, which needs "
+            "only products with K, or fewer points."
+        )
+    return DenseOperator(op.dense(), op.num_outputs)
 
 
 def _slice(op: AbstractKernelOperator, keep: np.ndarray) -> AbstractKernelOperator:
