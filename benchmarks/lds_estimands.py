@@ -113,6 +113,8 @@ class Estimands:
             "recipe": dict(self.recipe),
             "scale": dict(self.scale),
             "seeds": SEEDS,
+            "reported": {"run": first.seed, "queries": f"test rows 0 to {q - 1}"},
+            "constants chosen on": {"run": other.seed, "queries": f"test rows {q} to {2 * q - 1}"},
             "steps": self.training.total,
             "ceiling": {},
             "table": self.table,
@@ -405,7 +407,7 @@ class Estimands:
 
 
 def markdown(result):
-    """The table of a recipe, best of the mean first."""
+    """The table of a recipe, rows by the better of their two numbers."""
 
     def cell(row, question):
         if question not in row:

@@ -71,8 +71,8 @@ SCALES = {
             "halves": 10, "datamodel": (1000, 4000), "at_once": 250, "replayed": 25,
         },
         "small": {
-            "points": 300, "queries": 30, "subsets": 40, "choosing": 24, "seeds": 5, "runs": 2,
-            "halves": 3, "datamodel": (200, 600), "at_once": 10, "replayed": 10,
+            "points": 300, "queries": 60, "subsets": 60, "choosing": 30, "seeds": 6, "runs": 3,
+            "halves": 5, "datamodel": (250, 1000), "at_once": 10, "replayed": 10,
         },
     },
 }  # fmt: skip
