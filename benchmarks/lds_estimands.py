@@ -374,7 +374,7 @@ class Estimands:
             start = time.perf_counter()
             found = fit()
             self.seconds[f"{label}, {question}, regression"] = round(time.perf_counter() - start, 2)
-            setting = {question: f"ridge {found.ridge:g}, explains {found.explained:.3f}"}
+            setting = {question: f"ridge {found.ridge:.2g}, explains {found.explained:.3f}"}
             before = self.table.get(label, {})
             self.report(label, int(rows.sum()), found.scores, (question,), setting)
             self.table[label] = before | self.table[label]
@@ -407,7 +407,7 @@ class Estimands:
 
 
 def markdown(result):
-    """The table of a recipe, rows by the better of their two numbers."""
+    """The table of a recipe, rows by their LDS for the mean."""
 
     def cell(row, question):
         if question not in row:
@@ -415,14 +415,11 @@ def markdown(result):
         low, high = row[question]["interval"]
         return f"{row[question]['lds']:.3f} [{low:.3f}, {high:.3f}]"
 
-    def value(row):
-        return max(row[q]["lds"] for q in QUESTIONS if q in row)
-
     lines = [
         "| method | models trained | LDS, mean over seeds | LDS, one run |",
         "|---|---|---|---|",
     ]
-    for name, row in sorted(result["table"].items(), key=lambda item: -value(item[1])):
+    for name, row in sorted(result["table"].items(), key=lambda item: -item[1]["mean"]["lds"]):
         lines.append(f"| {name} | {row['models']} | {cell(row, 'mean')} | {cell(row, 'run')} |")
     ceilings = [f"{result['ceiling'][q]['value']:.3f}" for q in QUESTIONS]
     return "\n".join([*lines, f"| noise ceiling | – | {ceilings[0]} | {ceilings[1]} |"])
