@@ -1,9 +1,7 @@
 """The truth, the estimators and the tables of `attribution_lds.py` for AdamW and for convolutions."""
 
-import importlib
 import json
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import optax
 import pytest
 import scipy.linalg
 
+import benchmark
 import dualfluence as dfl
 from dualfluence import primal
 from dualfluence.kernels._linearized import linearize
@@ -19,32 +18,8 @@ from dualfluence.kernels._linearized import linearize
 pytestmark = [pytest.mark.host, pytest.mark.ordinary]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def folder():
-    path = str(Path(__file__).parents[2] / "benchmarks")
-    sys.path.insert(0, path)
-    yield
-    sys.path.remove(path)
-
-
-@pytest.fixture(scope="module")
-def estimators(folder):
-    return importlib.import_module("lds_estimators")
-
-
-@pytest.fixture(scope="module")
-def networks(folder):
-    return importlib.import_module("lds_networks")
-
-
-@pytest.fixture(scope="module")
-def estimands(folder):
-    return importlib.import_module("lds_estimands")
-
-
-@pytest.fixture(scope="module")
-def script(folder):
-    return importlib.import_module("attribution_lds")
+estimators, networks = benchmark.load("lds_estimators"), benchmark.load("lds_networks")
+estimands, script = benchmark.load("lds_estimands"), benchmark.load("attribution_lds")
 
 
 # The linear datamodel
@@ -56,7 +31,7 @@ def halves(m, n, seed):
 
 
 @pytest.mark.parametrize(("m", "n"), [(200, 20), (40, 41)])
-def test_a_datamodel_finds_a_planted_linear_truth(estimators, m, n):
+def test_a_datamodel_finds_a_planted_linear_truth(m, n):
     rng = np.random.default_rng(1)
     effects = rng.normal(size=(3, n))
     masks, blocks = halves(m, n, 0), np.arange(m) % 2
@@ -73,7 +48,7 @@ def test_a_datamodel_finds_a_planted_linear_truth(estimators, m, n):
         assert np.corrcoef(found.scores.ravel(), want.ravel())[0, 1] > 0.75
 
 
-def test_a_datamodel_explains_nothing_of_noise(estimators):
+def test_a_datamodel_explains_nothing_of_noise():
     targets = np.random.default_rng(0).normal(size=(60, 40))
     found = estimators.datamodel(halves(60, 30, 0), targets, np.zeros(60, int))
     assert found.ridge >= 10
@@ -81,7 +56,7 @@ def test_a_datamodel_explains_nothing_of_noise(estimators):
 
 
 @pytest.mark.parametrize(("m", "n"), [(14, 5), (9, 12)])
-def test_the_ridge_of_a_datamodel_is_the_best_of_refits_without_each_retraining(estimators, m, n):
+def test_the_ridge_of_a_datamodel_is_the_best_of_refits_without_each_retraining(m, n):
     rng = np.random.default_rng(2)
     masks, blocks = halves(m, n, 3), np.arange(m) % 2
     targets = -(masks @ rng.normal(size=(n, 2))) + rng.normal(size=(m, 2))
@@ -118,7 +93,7 @@ def test_the_ridge_of_a_datamodel_is_the_best_of_refits_without_each_retraining(
     np.testing.assert_allclose(found.scores, -want.T, rtol=1e-6, atol=1e-9)
 
 
-def test_a_datamodel_needs_two_retrainings_in_each_block(estimators):
+def test_a_datamodel_needs_two_retrainings_in_each_block():
     with pytest.raises(ValueError, match="block 1 has one retraining"):
         estimators.datamodel(halves(3, 4, 0), np.zeros((3, 1)), np.array([0, 0, 1]))
 
@@ -139,7 +114,7 @@ def write_npz(path, **changed):
     return arrays
 
 
-def test_images_are_read_from_an_npz_file_by_class(networks, tmp_path):
+def test_images_are_read_from_an_npz_file_by_class(tmp_path):
     path = tmp_path / "images.npz"
     arrays = write_npz(path)
     recipe = networks.RECIPES["cnn"]
@@ -162,13 +137,13 @@ def test_images_are_read_from_an_npz_file_by_class(networks, tmp_path):
         ({"y_train": np.zeros(8)}, r"got \(9, 32, 32, 3\) and \(8,\)"),
     ],
 )
-def test_a_wrong_npz_file_is_refused(networks, tmp_path, changed, message):
+def test_a_wrong_npz_file_is_refused(tmp_path, changed, message):
     write_npz(tmp_path / "images.npz", **changed)
     with pytest.raises(SystemExit, match=message):
         networks.load(networks.RECIPES["cnn"], "full", tmp_path / "images.npz")
 
 
-def test_images_are_read_from_binary_files_with_the_classes_they_hold(networks, tmp_path):
+def test_images_are_read_from_binary_files_with_the_classes_they_hold(tmp_path):
     rng = np.random.default_rng(0)
     names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
     for name in names:
@@ -188,7 +163,7 @@ def test_images_are_read_from_binary_files_with_the_classes_they_hold(networks, 
 # Training
 
 
-def tiny(networks, kind, n=11, dtype=np.float64):
+def tiny(kind, n=11, dtype=np.float64):
     """A training of few steps whose last batch is short; targets have three classes."""
     rng = np.random.default_rng(0)
     y = jnp.asarray(np.arange(n) % 3)
@@ -205,8 +180,8 @@ def tiny(networks, kind, n=11, dtype=np.float64):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["adamw", "cnn"])
-def test_training_without_points_is_a_loop_over_the_other_rows_of_the_same_batches(networks, kind):
-    t = tiny(networks, kind)
+def test_training_without_points_is_a_loop_over_the_other_rows_of_the_same_batches(kind):
+    t = tiny(kind)
     key = jax.random.key(5)
     kept = np.array([0, 1, 3, 4, 7, 8, 10])
     (params, _), (rows, counts, keys) = t._begin(key)
@@ -253,8 +228,8 @@ def test_training_without_points_is_a_loop_over_the_other_rows_of_the_same_batch
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["adamw", "cnn"])
-def test_checkpoints_are_of_the_same_training_and_carry_the_optimisers_moments(networks, kind):
-    t = tiny(networks, kind)
+def test_checkpoints_are_of_the_same_training_and_carry_the_optimisers_moments(kind):
+    t = tiny(kind)
     key, ones = jax.random.key(2), jnp.ones(11)
     stops = [1, 2, t.total]
     found = t.checkpoints(key, stops)
@@ -278,7 +253,7 @@ def test_checkpoints_are_of_the_same_training_and_carry_the_optimisers_moments(n
 
 
 @pytest.mark.thorough
-def test_products_with_patches_are_convolutions_with_stride_two(networks):
+def test_products_with_patches_are_convolutions_with_stride_two():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(2, 8, 6, 3)), rng.normal(size=(27, 4))
     want = jax.lax.conv_general_dilated(
@@ -288,7 +263,7 @@ def test_products_with_patches_are_convolutions_with_stride_two(networks):
     np.testing.assert_allclose(networks.patches(jnp.asarray(x)) @ w, want, rtol=1e-9, atol=1e-12)
 
 
-def test_segments_cover_training_and_end_where_it_ends(networks):
+def test_segments_cover_training_and_end_where_it_ends():
     for total in (7, 90, 800):
         parts = networks.segment_stops(total)
         assert [a for a, _, _ in parts] == [0, *(b for _, b, _ in parts[:-1])]
@@ -301,8 +276,8 @@ def test_segments_cover_training_and_end_where_it_ends(networks):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["adamw", "cnn"])
-def test_replay_is_the_derivative_of_training_by_differences(networks, estimators, kind):
-    t = tiny(networks, kind)
+def test_replay_is_the_derivative_of_training_by_differences(kind):
+    t = tiny(kind)
     rng = np.random.default_rng(3)
     xq = jnp.asarray(rng.normal(size=(3, *t.x.shape[1:])))
     yq = jnp.asarray([0, 2, 1])
@@ -321,9 +296,9 @@ def test_replay_is_the_derivative_of_training_by_differences(networks, estimator
 
 
 @pytest.mark.thorough
-def test_replay_ranks_small_removals_of_the_run_itself(networks, estimators):
+def test_replay_ranks_small_removals_of_the_run_itself():
     """A sign test: leaving one point out moves the loss the way replay says."""
-    t = tiny(networks, "adamw", n=24)
+    t = tiny("adamw", n=24)
     xq, yq = t.x[:5] + 0.3, t.y[:5]
     key, ones = jax.random.key(1), jnp.ones(24)
     outcome = jax.jit(lambda w: networks.exact_losses(t.apply(t.learn(key, w), xq), yq))
@@ -377,7 +352,7 @@ def gradients(params, x, y):
 
 
 @pytest.mark.thorough
-def test_source_is_its_matrices_written_out(estimators):
+def test_source_is_its_matrices_written_out():
     x, y, xq, yq = mlp_data()
     n, times, decays = len(x), (0.8, 2.5), (0.1, 0.3)
     runs = [[mlp_params(0), mlp_params(1)], [mlp_params(2), mlp_params(3)]]
@@ -423,7 +398,7 @@ def test_source_is_its_matrices_written_out(estimators):
 
 
 @pytest.mark.thorough
-def test_source_of_a_quadratic_is_the_derivative_of_its_training(estimators):
+def test_source_of_a_quadratic_is_the_derivative_of_its_training():
     """Where curvature is constant and diagonal nothing is approximated but the size of a step."""
     rng = np.random.default_rng(0)
     n, d, steps, rate, decay = 8, 3, 40, 0.02, 0.4
@@ -461,7 +436,7 @@ def test_source_of_a_quadratic_is_the_derivative_of_its_training(estimators):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_ekfac_of_many_dampings_is_the_librarys_one_by_one(estimators, dtype):
+def test_ekfac_of_many_dampings_is_the_librarys_one_by_one(dtype):
     x, y, xq, yq = mlp_data(n=33, q=5)
     params = mlp_params(4, dtype)
     data = [jnp.asarray(a, dtype if a.dtype == float else int) for a in (x, y, xq, yq)]
@@ -481,9 +456,7 @@ def test_ekfac_of_many_dampings_is_the_librarys_one_by_one(estimators, dtype):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["adamw", "cnn"])
-def test_a_smoke_run_fills_its_table_and_goes_on_where_it_was_killed(
-    script, estimands, monkeypatch, tmp_path, name
-):
+def test_a_smoke_run_fills_its_table_and_goes_on_where_it_was_killed(monkeypatch, tmp_path, name):
     out = tmp_path / "found.json"
     command = ["attribution_lds.py", "--recipes", name, "--smoke"]
     command += ["--work", str(tmp_path / "work"), "--out", str(out)]
@@ -532,10 +505,76 @@ def test_a_smoke_run_fills_its_table_and_goes_on_where_it_was_killed(
     assert again["table"] == table
 
 
+def made_up(tmp_path):
+    """A bench whose truths are linear in the points, with effects of their own for each part and question."""
+    bench, effects = estimands.Estimands("adamw", "smoke", None, None, tmp_path), {}
+    rng = np.random.default_rng(0)
+    n, q = bench.scale["points"], bench.scale["queries"]
+    for part in bench.parts.values():
+        part.masks = halves(part.subsets, n, part.subset_seed)
+        for question in estimands.QUESTIONS:
+            own = effects[part.name, question] = rng.normal(size=(q, n))
+            part.targets[question] = -(part.masks @ own.T)
+    return bench, effects
+
+
+def test_a_constant_is_chosen_for_each_question_on_the_other_part(tmp_path):
+    bench, effects = made_up(tmp_path)
+    seen = []
+
+    def scores(seeds, part):
+        """On the part to choose on, `a` is right for the mean and `b` for the run; else `c` would be best."""
+        seen.append((part.name, list(seeds)))
+        if part.name == "choice":
+            a, b = (effects["choice", question] for question in estimands.QUESTIONS)
+            return {"a": a, "b": b, "c": -a - b}
+        right = effects["report", "mean"]
+        return {"a": 0.5 * right, "b": -right, "c": right}
+
+    assert bench.compare("made up", scores, 1) == {"mean": "a", "run": "b"}
+    row = bench.table["made up"]
+    assert row["mean"]["setting"] == "a"
+    assert row["run"]["setting"] == "b"
+    np.testing.assert_allclose(row["mean"]["lds"], 1)  # `a` ranks as `c` does
+    report = bench.parts["report"]
+    want = bench.measured(-effects["report", "mean"], report, "run").value
+    np.testing.assert_allclose(row["run"]["lds"], want)
+    assert seen == [("report", [1000]), ("choice", [1900])]
+    # A second command reads the scores of the first.
+    again, _ = made_up(tmp_path)
+    again.compare("made up", lambda seeds, part: 1 / 0, 1)
+    assert again.table["made up"] == row
+
+
 @pytest.mark.thorough
-def test_no_retraining_of_the_datamodel_and_nothing_chosen_on_is_reported(
-    script, estimands, monkeypatch, tmp_path
-):
+def test_trak_of_the_table_is_the_librarys(tmp_path):
+    bench = estimands.Estimands("adamw", "smoke", None, None, tmp_path)
+    models = [bench.training.first(jax.random.key(k)) for k in range(2)]
+    part = bench.parts["report"]
+    found = bench.trak(models, part)
+    assert list(found) == ["ρ = 0.01", "ρ = 0.1", "ρ = 1", "ρ = 10"]
+    want = dfl.attribution.TRAK(bench.training.apply, models, damping=0.1)
+    want = 4 * want.attribute(*bench.data(part)).values  # means of two models in both factors
+    np.testing.assert_allclose(found["ρ = 0.1"], want, rtol=1e-4, atol=1e-6 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", ["adamw", "cnn"])
+@pytest.mark.parametrize("scale", ["full", "small", "smoke"])
+def test_sizes_of_every_scale_fit_together(name, scale):
+    recipe, sizes = networks.recipe_at(name, scale)
+    assert set(sizes) == set(networks.SMOKE)
+    assert max(sizes["datamodel"]) % estimands.BLOCKS == 0
+    assert sizes["choosing"] >= 3
+    t = networks.Training(recipe, jnp.zeros((sizes["points"], 1)), jnp.zeros(sizes["points"], int))
+    stops = t.stops(networks.SHARES)
+    assert stops[-1] == t.total
+    assert len(stops) > (5 if scale == "smoke" else 14)
+    if scale == "full":  # thousands of retrainings
+        assert max(sizes["datamodel"]) >= 4000
+
+
+@pytest.mark.thorough
+def test_no_retraining_of_the_datamodel_and_nothing_chosen_on_is_reported(monkeypatch, tmp_path):
     """Subsets, seeds and queries of the parts are apart."""
     bench = estimands.Estimands("adamw", "smoke", None, None, tmp_path)
     used = {}
@@ -562,7 +601,7 @@ def test_no_retraining_of_the_datamodel_and_nothing_chosen_on_is_reported(
     assert not {a.tobytes() for a in np.asarray(first)} & {a.tobytes() for a in np.asarray(other)}
 
 
-def test_recipes_of_two_kinds_are_refused_together(script, monkeypatch, capsys):
+def test_recipes_of_two_kinds_are_refused_together(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["attribution_lds.py", "--recipes", "mlp", "cnn"])
     with pytest.raises(SystemExit):
         script.main()
