@@ -437,6 +437,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "costs": costs,
     "lds": lds,
     "lds-adamw": numbers_of_lds.lds_adamw,
+    "lds-cnn": numbers_of_lds.lds_cnn,
     "forgetting-linearised": forgetting_linearised,
     "forgetting-network": forgetting_network,
     "paper": paper,

@@ -10,6 +10,10 @@ def lds_adamw() -> str:
     return both("attribution_lds_adamw_cpu", "adamw")
 
 
+def lds_cnn() -> str:
+    return both("attribution_lds_cnn_cpu", "cnn")
+
+
 def both(name: str, recipe: str) -> str:
     """Rows by their LDS for the mean; constants that were chosen stand below."""
     found = record(name)["recipes"][recipe]
