@@ -13,6 +13,19 @@ Settings (which checkpoints, how they are combined) are compared with one run of
 halves (seed 1) and the next 500 test rows. The best mean of LDS over ceiling is chosen; no number in the
 table is of a subset or a query that it was chosen on. Rivals come last, each with the damping that is best
 on the very numbers reported. After --limit seconds it writes what it has, says what is missing, and ends.
+
+`adamw` and `cnn` have tables of their own, with two questions and more rivals (lds_estimands.py):
+
+    python benchmarks/attribution_lds.py --recipes adamw --smoke                      # a minute on a laptop
+    python benchmarks/attribution_lds.py --recipes adamw --scale small --data-dir DATA --out adamw.json
+    python benchmarks/attribution_lds.py --recipes adamw --data-dir DATA --out adamw.json       # one H200
+    python benchmarks/attribution_lds.py --recipes cnn --data-dir CIFAR --out cnn.json          # one H200
+
+CIFAR is a folder with CIFAR-10's binary files, all or only some classes, or an .npz file (lds_networks.py).
+The same command goes on where a killed one ended, with the folder --work. On one H200 `adamw` should take 15
+minutes and `cnn` 12, from the seconds of `mlp` and counts of operations (not measured); up to a half of that
+goes into the retrainings of the datamodel. `--limit` ends earlier. A failed step is recorded, and the others
+go on.
 """
 
 import argparse
@@ -20,6 +33,7 @@ import itertools
 import json
 import platform
 import signal
+import sys
 import time
 from functools import cache, partial
 from pathlib import Path
@@ -28,10 +42,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from lds_candidates import OTHER_KAPPAS, REFERENCE, SETTINGS
+from lds_estimands import Estimands, markdown
+from lds_networks import RECIPES as TWO_QUESTIONS
+from lds_networks import exact_losses
 from lds_recipes import RECIPES, apply, make_train, pick, steps_at, train_runs
 from rivals import Trained, rival_scores
 
 import dualfluence as dfl
+from dualfluence.apps.compare._machine import environment
 from dualfluence.attribution import KAPPA, Trajectory, attribute_runs, evaluate, gradient_dot
 from dualfluence.attribution._checkpoint import checkpoint_scores
 from dualfluence.attribution._request import check_data
@@ -130,11 +148,7 @@ class Bench:
         masks = np.concatenate([reported, *others])
 
         def measure(params):
-            # The loss of a sure query is far below the rounding of its outputs: no difference of those.
-            f = apply(params, self.xq)
-            ahead = f - jnp.take_along_axis(f, self.yq[:, None], 1)
-            others = jnp.where(jnp.arange(f.shape[1]) == self.yq[:, None], -jnp.inf, ahead)
-            return jax.nn.softplus(jax.nn.logsumexp(others, axis=1))
+            return exact_losses(apply(params, self.xq), self.yq)
 
         return evaluate.retrain_networks(
             make_train(self.recipe, self.x, self.y),
@@ -359,14 +373,69 @@ def ring(limit):
     signal.setitimer(signal.ITIMER_REAL, max(limit - (time.perf_counter() - START), 0.01), 5)
 
 
+def both_questions(args):
+    """Tables of `adamw` and `cnn`; the record is written after every step."""
+    scale, begun = "smoke" if args.smoke else args.scale, sys.argv[1:]
+    folders = {"--data-dir", "--work", "--out"}
+    shown = ["…" if a in folders else b for a, b in zip([None, *begun], begun, strict=False)]
+    record = {
+        "machine": environment(),
+        "command": " ".join(["python benchmarks/attribution_lds.py", *shown]),
+        "scale": scale,
+        "missing": [],
+        "errors": {},
+        "recipes": {},
+    }
+
+    def save():
+        record["machine"] |= {"finished": environment()["finished"]}
+        part = args.out.with_suffix(".part")
+        part.write_text(json.dumps(record, indent=1) + "\n")
+        part.replace(args.out)
+
+    steps = []
+    for name in args.recipes:
+        bench = Estimands(name, scale, args.data_dir, args.classes, args.work)
+        record["recipes"][name] = bench.result
+        steps += [(f"{name}: {label}", step) for label, step in bench.steps()]
+    record["missing"] = [label for label, _ in steps]
+    if np.isfinite(args.limit):
+        ring(args.limit)
+    try:
+        with jax.default_matmul_precision("highest"):
+            for label, step in steps:
+                try:
+                    step()
+                    record["missing"].remove(label)
+                except Exception as error:
+                    if label.endswith(": truth"):
+                        raise
+                    record["errors"][label] = f"{type(error).__name__}: {error}"[:500]
+                    print(f"{label}: {record['errors'][label]}", flush=True)
+                save()
+    except OutOfTime:
+        print(f"out of time after {args.limit:g} s; missing: {'; '.join(record['missing'])}")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        save()
+    for name, result in record["recipes"].items():
+        if result["ceiling"]:
+            print(f"\n{name}\n\n{markdown(result)}")
+    if record["errors"]:
+        raise SystemExit(f"failed: {'; '.join(record['errors'])}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir", default=None)
     parser.add_argument("--work", type=Path, default=Path("attribution-lds"))
     parser.add_argument("--out", type=Path, default=Path("attribution-lds.json"))
+    choices = ["mlp", "logistic", *TWO_QUESTIONS]
+    parser.add_argument("--recipes", nargs="+", default=["mlp", "logistic"], choices=choices)
     parser.add_argument(
-        "--recipes", nargs="+", default=["mlp", "logistic"], choices=["mlp", "logistic"]
+        "--scale", choices=["full", "small"], default="full", help="adamw, cnn only"
     )
+    parser.add_argument("--classes", nargs="+", type=int, help="of cnn; by default all there are")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds in all")
     parser.add_argument("--methods", nargs="+", help="solvers, e.g. EK-FAC; all by default")
     parser.add_argument(
@@ -377,6 +446,11 @@ def main():
     )
     parser.add_argument("--smoke", action="store_true")
     args = parser.parse_args()
+    if TWO_QUESTIONS.keys() & set(args.recipes):
+        if not TWO_QUESTIONS.keys() >= set(args.recipes):
+            parser.error(f"{' and '.join(TWO_QUESTIONS)} cannot be run together with other recipes")
+        both_questions(args)
+        return
     data = dfl.datasets.load("mnist-small" if args.smoke else "mnist", data_dir=args.data_dir)
     scale = SMOKE if args.smoke else FULL
     device = jax.devices()[0]

@@ -17,6 +17,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 import numbers_of_audits as audits
+import numbers_of_lds
 from numbers_in_sentences import digits, missing, record
 from numbers_in_tables import seconds, table
 
@@ -435,6 +436,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "agreement": agreement,
     "costs": costs,
     "lds": lds,
+    "lds-adamw": numbers_of_lds.lds_adamw,
+    "lds-cnn": numbers_of_lds.lds_cnn,
     "forgetting-linearised": forgetting_linearised,
     "forgetting-network": forgetting_network,
     "paper": paper,
