@@ -82,6 +82,60 @@ def test_edits_on_two_devices(spread):
     close(update.delta_loss(XQ, YQ), loss)
 
 
+def loss_without(name, points):
+    """Change of the squared error at the queries after training without these points, by NumPy."""
+    weights = np.ones(N)
+    weights[points] = 0
+    after, before = (retrained(name, X, Y, w)[0] for w in (weights, np.ones(N)))
+    return 0.5 * ((after - YQ) ** 2 - (before - YQ) ** 2).sum(1)
+
+
+def test_attribution_on_two_devices(spread):
+    name, fitted = spread
+    found = fitted.attribute(XQ, YQ, progress=False)
+    close(found.values, np.stack([loss_without(name, [i]) for i in range(N)], axis=1))
+    weights = np.ones(N)
+    weights[N - 1] = 0
+    close(found.outputs_without[N - 1], retrained(name, X, Y, weights)[1][N - 1])
+    assert "2 devices" in found.notes[0]
+
+
+def test_groups_on_two_devices(spread):
+    name, fitted = spread
+    groups = {"ends": [0, N - 1], "next": [1, 2]}
+    found = fitted.attribute_groups(groups, XQ, YQ, progress=False)
+    close(found.values, np.stack([loss_without(name, g) for g in groups.values()], axis=1))
+
+
+@pytest.mark.thorough
+def test_first_order_on_two_devices_is_the_derivative_in_a_weight(spread):
+    """By finite differences of the weight of each point, with the sum of weights kept at N."""
+    name, fitted = spread
+    found = fitted.attribute(XQ, YQ, first_order=True, progress=False)
+    h = 1e-5
+
+    def loss(i, step):
+        sizes = np.ones(N)
+        sizes[i] -= step
+        kernel = (lambda a: np.asarray(rbf(a, X))) if name == "kronecker" else lambda a: a @ X.T
+        start = (lambda a: np.zeros((len(a), C))) if name == "kronecker" else lambda a: a @ W0
+        D = sizes[:, None] / N
+        alpha = np.linalg.solve(RIDGE * np.eye(N) + D * kernel(X), D * (Y - start(X)))
+        return 0.5 * ((start(XQ) + kernel(XQ) @ alpha - YQ) ** 2).sum(1)
+
+    want = [(loss(i, h) - loss(i, -h)) / (2 * h) for i in range(N)]
+    np.testing.assert_allclose(found.values, np.stack(want, axis=1), atol=1e-7)  # h² and 1e-16/h
+
+
+def test_low_rank_kernels_on_two_devices():
+    """The features take part in every product, and not the kernel that they approximate."""
+    low = dfl.low_rank(linear(), X, rank=2)
+    fitted = dfl.fit(low, X, Y, loss=dfl.SquaredError(), ridge=RIDGE, mesh=jax.devices()[:2],
+                     tolerance=1e-11, progress=False)  # fmt: skip
+    close(fitted.predict(X), fitted.outputs)
+    close(X @ np.asarray(fitted.params()), fitted.outputs)
+
+
 def test_points_added_on_two_devices(spread):
     """A border with its own padding, and a second one beside it."""
     name, fitted = spread

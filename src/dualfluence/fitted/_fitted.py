@@ -248,7 +248,8 @@ class Fitted(Shown, TrainedModel):
 
         It takes one Newton step on the training set without each point, in closed form from one
         factorisation. This is exact for squared error, otherwise it is the influence function. Values
-        are differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
+        are differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them. For a model
+        on a mesh the rows of the factor are on its devices.
 
         **Arguments:**
 
