@@ -95,6 +95,12 @@ def attribution(name, fitted, xq, yq):
     results[f"{name}/pairs"] = found.interactions
 
 
+def ridges(name, fitted):
+    path = fitted.ridge_path([1e-3, 0.05, 1.0])
+    for field in ("leave_one_out", "gcv", "training", "dof"):
+        results[f"{name}/{field}"] = getattr(path, field)
+
+
 def subsets(name, fitted, xq, yq):
     keep = np.random.default_rng(2).random((3, fitted.data.num_points)) < 0.8
     retrain = dfl.attribution.evaluate.retrain_linearised
@@ -106,6 +112,8 @@ for n, dtype in ((33, np.float64), (101, np.float32)):
     for name, *given in fits(n, dtype):
         tagged = f"{name}/{np.dtype(dtype).name}"
         attribution(tagged, *given)
+        if name in ("dense", "kronecker", "coupled"):
+            ridges(tagged, given[0])
         if tagged == "dense/float64":
             subsets(tagged, *given)
 if args.process in (None, 0):

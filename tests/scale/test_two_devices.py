@@ -35,12 +35,12 @@ MODELS = {
 }
 
 
-def retrained(name, x, y, weights):
+def retrained(name, x, y, weights, ridge=RIDGE):
     """Outputs at the queries after training on these points, and those of the points themselves."""
     kernel = (lambda a, b: np.asarray(rbf(a, b))) if name == "kronecker" else lambda a, b: a @ b.T
     start = (lambda a: np.zeros((len(a), C))) if name == "kronecker" else lambda a: a @ W0
     D = weights[:, None] / weights.sum()
-    alpha = np.linalg.solve(RIDGE * np.eye(len(x)) + D * kernel(x, x), D * (y - start(x)))
+    alpha = np.linalg.solve(ridge * np.eye(len(x)) + D * kernel(x, x), D * (y - start(x)))
     return start(XQ) + kernel(XQ, x) @ alpha, start(x) + kernel(x, x) @ alpha
 
 
@@ -125,6 +125,40 @@ def test_first_order_on_two_devices_is_the_derivative_in_a_weight(spread):
 
     want = [(loss(i, h) - loss(i, -h)) / (2 * h) for i in range(N)]
     np.testing.assert_allclose(found.values, np.stack(want, axis=1), atol=1e-7)  # h² and 1e-16/h
+
+
+def test_ridge_path_on_two_devices(spread):
+    name, fitted = spread
+    if name == "matrix-free":
+        with pytest.raises(operators.UnsupportedStructure, match="kernel='dense'"):
+            fitted.ridge_path()
+        return
+    grid = [0.01, 0.3]
+    path = fitted.ridge_path(grid)
+    for at, ridge in enumerate(grid):
+        losses = []
+        for i in range(N):
+            weights = np.ones(N)
+            weights[i] = 0
+            losses.append(0.5 * ((retrained(name, X, Y, weights, ridge)[1][i] - Y[i]) ** 2).sum())
+        close(path.leave_one_out[at], np.mean(losses))
+        whole = retrained(name, X, Y, np.ones(N), ridge)[1]
+        close(path.training[at], 0.5 * ((whole - Y) ** 2).sum(1).mean())
+        K = np.asarray(rbf(X, X)) if name == "kronecker" else X @ X.T
+        values = np.maximum(np.linalg.eigvalsh(K) / N, 0)
+        close(path.dof[at], C * (values / (values + ridge)).sum())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "loss", [dfl.SquaredError(), dfl.Convex(lambda f, y: jnp.sum(jnp.cosh(f - y)))]
+)
+def test_the_ridge_chosen_on_two_devices_is_that_of_one(loss):
+    """Seven points: the padding row is no part of the mean diagonal that the grid is scaled by."""
+    options = {"loss": loss, "ridge": "auto", "progress": False}
+    one, two = (dfl.fit(linear(), X, Y, mesh=m, **options) for m in (None, jax.devices()[:2]))
+    np.testing.assert_allclose(two.ridge, one.ridge, rtol=1e-12)  # a mean in another order
+    assert two.stats.notes[-1].startswith("ridge ")
 
 
 def test_low_rank_kernels_on_two_devices():
