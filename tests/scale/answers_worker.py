@@ -52,12 +52,11 @@ def make(n, dtype):
 
 
 def fits(n, dtype):
-    """Structures of `K`, coupled and separate outputs, equal and distinct weights, a border."""
+    """Structures of `K`, coupled and separate outputs, a border."""
     model, x, xq, labels, numbers = make(n, dtype)
     softmax, squared = dfl.SoftmaxCrossEntropy(), dfl.SquaredError()
     how = {"ridge": 0.05, "mesh": MESH, "progress": False}
     entries = dfl.KernelOptions(num_outputs=C)
-    weights = np.random.default_rng(1).uniform(0.5, 2, n)
     dense = dfl.fit(model, x, labels[0], loss=softmax, kernel="dense", **how)
     yield "dense", dense, xq, labels[1]
     yield (
@@ -72,8 +71,6 @@ def fits(n, dtype):
     yield "free", free, xq, labels[1]
     coupled = dfl.fit(rbf, x, labels[0], loss=softmax, kernel=entries, **how)
     yield "coupled", coupled, xq, labels[1]
-    weighted = dfl.fit(model, x, labels[0], loss=softmax, weights=weights, **how)
-    yield "weighted", weighted, xq, labels[1]
     edits = [dfl.Add(xq + 1, labels[1]), dfl.Remove([3, n + 1])]
     grown = dense.edit(edits, until=1e-9, progress=False).commit()
     yield "grown", grown, xq, labels[1]
@@ -101,6 +98,18 @@ def ridges(name, fitted):
         results[f"{name}/{field}"] = getattr(path, field)
 
 
+def removals(name, fitted, xq):
+    """A stream of removals by the explicit inverse: how each was answered, the model and its certificate."""
+    engine = dfl.unlearning.Engine(fitted, drift=100.0)
+    points = [3], [0, 5], [fitted.data.num_points - 1]
+    for place, (gone, until) in enumerate(zip(points, (None, None, 1e-2), strict=True)):
+        engine.accept(engine.propose([dfl.Remove(gone)], until))
+        results[f"{name}/removal/{place}"] = np.asarray(engine.fitted.predict(xq))
+        bound = engine.fitted.certificate.distance_bound
+        results[f"{name}/removal/{place}/bound"] = np.asarray(bound)
+        results[f"{name}/removal/{place}/how"] = np.asarray(engine.work.how.startswith("closed"))
+
+
 def subsets(name, fitted, xq, yq):
     keep = np.random.default_rng(2).random((3, fitted.data.num_points)) < 0.8
     retrain = dfl.attribution.evaluate.retrain_linearised
@@ -114,6 +123,7 @@ for n, dtype in ((33, np.float64), (101, np.float32)):
         attribution(tagged, *given)
         if name in ("dense", "kronecker", "coupled"):
             ridges(tagged, given[0])
+            removals(tagged, *given[:2])
         if tagged == "dense/float64":
             subsets(tagged, *given)
 if args.process in (None, 0):

@@ -7,8 +7,9 @@ import pytest
 
 import dualfluence as dfl
 import gates
-from dualfluence import attribution, operators
+from dualfluence import attribution, operators, unlearning
 from dualfluence.linalg import _spread
+from dualfluence.unlearning import Engine
 
 N, C, RIDGE = 7, 2, 0.1
 RNG = np.random.default_rng(0)
@@ -159,6 +160,40 @@ def test_the_ridge_chosen_on_two_devices_is_that_of_one(loss):
     one, two = (dfl.fit(linear(), X, Y, mesh=m, **options) for m in (None, jax.devices()[:2]))
     np.testing.assert_allclose(two.ridge, one.ridge, rtol=1e-12)  # a mean in another order
     assert two.stats.notes[-1].startswith("ridge ")
+
+
+def test_quick_removals_on_two_devices(spread, tmp_path):
+    """Each is certified, and within its certificate of training without the points, which have two norms:
+    that of parameters where there are some, and that of outputs divided by `√K_ii` elsewhere."""
+    name, fitted = spread
+    with unlearning.open(tmp_path / "desk", fitted) as desk:
+        for point, gone in zip("60", ([6], [0, 6]), strict=True):
+            answer = desk.remove(point)
+            weights = np.ones(N)
+            weights[gone] = 0
+            at_queries, _ = retrained(name, X, Y, weights)
+            off = np.linalg.norm(answer.predict(XQ) - at_queries, axis=1)
+            roots = np.ones(len(XQ)) if name == "kronecker" else np.linalg.norm(XQ, axis=1)
+            assert (off <= roots * answer.certificate.distance_bound).all()
+            assert answer.certificate.relative_bound <= 1e-2  # what a desk keeps to by default
+            assert not np.asarray(desk.model.alpha)[gone].any()
+            want = {"matrix-free": "edit"}.get(name, "closed form")
+            assert desk.engine.work.how.startswith(want)
+        alpha = np.asarray(desk.model.alpha)
+    with unlearning.open(tmp_path / "desk", fitted) as again:
+        np.testing.assert_array_equal(again.model.alpha, alpha)
+
+
+def test_the_inverse_on_two_devices_is_that_of_its_system(spread):
+    name, fitted = spread
+    if name == "matrix-free":
+        return
+    anchor = Engine(fitted).work.anchor
+    rows = np.r_[np.arange(N), N - 1]  # the last point fills the second share up
+    S = (np.asarray(rbf(X, X)) if name == "kronecker" else X @ X.T)[np.ix_(rows, rows)]
+    K, W = np.kron(S, np.eye(C)), np.diag(np.repeat(np.r_[np.ones(N), 0] / N, C))
+    close(anchor.N, np.linalg.solve(RIDGE * np.eye(len(K)) + K @ W, K))
+    assert {shard.data.shape for shard in anchor.N.addressable_shards} == {(8 * C, 4 * C)}
 
 
 def test_low_rank_kernels_on_two_devices():

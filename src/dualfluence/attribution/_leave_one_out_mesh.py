@@ -23,10 +23,17 @@ from ..dual._reweighted import reweighted
 from ..linalg import SpreadCholesky
 from ..losses import AbstractFactor, DiagonalFactor
 from ..operators import AbstractKernelOperator
-from ..operators._base import Layout, rows_on
+from ..operators._base import Layout
 from ..solvers import CG, AbstractDualSolver, AbstractPreconditioner, LinearSystem, resolve
 from ._leave_one_out import FACTOR_SHARE, MAX_FACTORS, AbstractLeaveOneOut, Part, Steps, Terms
-from ._spread_system import SpreadSystem, at_points, left_out_steps, over_outputs, own_copy
+from ._spread_system import (
+    SpreadSystem,
+    at_points,
+    left_out_steps,
+    over_outputs,
+    own_copy,
+    share_of_memory,
+)
 
 COPIES = 6
 """Matrices as large as `K` that making a factor holds: `K`, `RᵀKR`, and four times the factor."""
@@ -176,7 +183,8 @@ def spread_systems(fitted: TrainedModel, factor: AbstractFactor) -> tuple[Spread
         return ()
     split = op.is_kronecker and isinstance(factor, DiagonalFactor)
     size = layout.num_rows * (1 if split else c)
-    if not _fits(size**2 * dtype.itemsize, layout):
+    num_bytes = size**2 * dtype.itemsize * share_of_memory(layout)
+    if COPIES * num_bytes > FACTOR_SHARE * total_memory():
         return ()
     K = K.astype(dtype)
     if not split:
@@ -185,11 +193,3 @@ def spread_systems(fitted: TrainedModel, factor: AbstractFactor) -> tuple[Spread
     assert isinstance(factor, DiagonalFactor)
     scale = jnp.broadcast_to(factor.scale, fitted.state.alpha.shape)
     return tuple(SpreadSystem(K, DiagonalFactor(scale[:, a : a + 1]), 1, layout) for a in range(c))
-
-
-def _fits(num_bytes: int, layout: Layout) -> bool:
-    """Whether a device has room for its share of a factor; simulated devices share the host's memory."""
-    devices = list(rows_on(layout).mesh.devices.flat)
-    here = sum(d.process_index == devices[0].process_index for d in devices)
-    held = num_bytes * (here if devices[0].platform == "cpu" else 1) / len(devices)
-    return COPIES * held <= FACTOR_SHARE * total_memory()

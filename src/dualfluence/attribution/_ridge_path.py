@@ -24,6 +24,7 @@ from ..operators import UnsupportedStructure
 from ._leave_one_out import Terms
 from ._ridge_moves import Moves, left_out_moves
 from ._ridge_path_mesh import moves_on_mesh
+from ._spread_system import own_copy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -126,7 +127,7 @@ def ridge_path(
     on_mesh = fitted.layout.sharding is not None
     moves_at = moves_on_mesh(fitted, what) if on_mesh else _moves_at(fitted, what)
     weights = jnp.asarray(data.weights, fitted.state.alpha.dtype)
-    f, y = np.asarray(fitted.outputs), data.targets
+    f, y = own_copy(fitted.outputs) if on_mesh else fitted.outputs, data.targets
     rows = []
     for ridge in ridges:
         moves, dof = moves_at(jnp.asarray(ridge, weights.dtype), weights)

@@ -49,8 +49,9 @@ def moves_on_mesh(
 
     def smooth(j: int, ridge: float) -> tuple[Array, Array]:
         number = np.asarray(ridge, alpha.dtype)
-        found = _smoothed(systems[j], systems[j].cholesky(ridge, folded[j]), pairs[j], number)
-        return tuple(own_copy(layout.points(values)) for values in found)
+        chol = systems[j].cholesky(ridge, folded[j])
+        Q_b, Q_own = _smoothed(systems[j], chol, pairs[j], number)
+        return own_copy(layout.points(Q_b)), own_copy(layout.points(Q_own))
 
     def at(ridge: Array, weights: Array) -> tuple[list[Moves], float]:
         moves, dof = [], 0.0

@@ -4,11 +4,13 @@ The entries of `K` never leave the device that holds them. What moves is a block
 arrays of the size of a few columns of `K`.
 """
 
+from collections import Counter
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from .._support.compile import HIGHEST, filter_jit
@@ -22,6 +24,22 @@ from ..operators._base import Layout, map_shards, rows_on
 def own_copy(array: Array) -> Array:
     """An array that is the same on every device of a mesh, as an array on one device of this process."""
     return array.addressable_data(0)
+
+
+def mesh_of(layout: Layout) -> Mesh:
+    """The devices of a layout on a mesh."""
+    mesh = rows_on(layout).mesh
+    assert isinstance(mesh, Mesh)
+    return mesh
+
+
+def share_of_memory(layout: Layout) -> float:
+    """The part of a spread array that lies in one memory: simulated devices share that of their host."""
+    devices = list(mesh_of(layout).devices.flat)
+    if devices[0].platform != "cpu":
+        return 1 / len(devices)
+    counts = Counter(device.process_index for device in devices)
+    return max(counts.values()) / len(devices)
 
 
 def by_rows(tree: Any) -> Any:
@@ -49,7 +67,7 @@ class SpreadSystem(eqx.Module):
     def cholesky(self, ridge: float, folded: Float[Array, "s s"] | None = None) -> SpreadCholesky:
         """The factor of `B`."""
         A = self.folded() if folded is None else folded
-        return spread_cholesky(A, self.layout.scalar(ridge, A.dtype), rows_on(self.layout).mesh)
+        return spread_cholesky(A, self.layout.scalar(ridge, A.dtype), mesh_of(self.layout))
 
     def times(self, v: Float[Array, "n c k"]) -> Float[Array, "n c k"]:
         """`K v`."""
