@@ -8,6 +8,7 @@ import pytest
 import dualfluence as dfl
 import gates
 from dualfluence import attribution, operators, unlearning
+from dualfluence.fitted._setup import place_source
 from dualfluence.linalg import _spread
 from dualfluence.unlearning import Engine
 
@@ -91,7 +92,9 @@ def loss_without(name, points):
     return 0.5 * ((after - YQ) ** 2 - (before - YQ) ** 2).sum(1)
 
 
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["dense"]), indirect=True)
 def test_attribution_on_two_devices(spread):
+    """Squared error: one Newton step is training without the point."""
     name, fitted = spread
     found = fitted.attribute(XQ, YQ, progress=False)
     close(found.values, np.stack([loss_without(name, [i]) for i in range(N)], axis=1))
@@ -101,6 +104,7 @@ def test_attribution_on_two_devices(spread):
     assert "2 devices" in found.notes[0]
 
 
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["matrix-free"]), indirect=True)
 def test_groups_on_two_devices(spread):
     name, fitted = spread
     groups = {"ends": [0, N - 1], "next": [1, 2]}
@@ -128,6 +132,7 @@ def test_first_order_on_two_devices_is_the_derivative_in_a_weight(spread):
     np.testing.assert_allclose(found.values, np.stack(want, axis=1), atol=1e-7)  # h² and 1e-16/h
 
 
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["dense"]), indirect=True)
 def test_ridge_path_on_two_devices(spread):
     name, fitted = spread
     if name == "matrix-free":
@@ -162,6 +167,7 @@ def test_the_ridge_chosen_on_two_devices_is_that_of_one(loss):
     assert two.stats.notes[-1].startswith("ridge ")
 
 
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["dense"]), indirect=True)
 def test_quick_removals_on_two_devices(spread, tmp_path):
     """Each is certified, and within its certificate of training without the points, which have two norms:
     that of parameters where there are some, and that of outputs divided by `√K_ii` elsewhere."""
@@ -184,6 +190,7 @@ def test_quick_removals_on_two_devices(spread, tmp_path):
         np.testing.assert_array_equal(again.model.alpha, alpha)
 
 
+@pytest.mark.thorough
 def test_the_inverse_on_two_devices_is_that_of_its_system(spread):
     name, fitted = spread
     if name == "matrix-free":
@@ -196,6 +203,30 @@ def test_the_inverse_on_two_devices_is_that_of_its_system(spread):
     assert {shard.data.shape for shard in anchor.N.addressable_shards} == {(8 * C, 4 * C)}
 
 
+def test_products_of_a_low_rank_model_on_two_devices():
+    """By its features, and not by the kernel that they approximate."""
+    low, v = dfl.low_rank(linear(), X, rank=2), RNG.normal(size=(N, C))
+    source = place_source("fit", low, jax.devices()[:2], None)
+    phi, phi_q = (np.asarray(low.features(jnp.asarray(x))) for x in (X, XQ))
+    weights = np.einsum("ncr,nc->r", phi, v)
+    close(source.cross_mv(jnp.asarray(XQ), jnp.asarray(X), jnp.asarray(v)), phi_q @ weights)
+    # Rank 2 of a linear kernel: the same weights as parameters, whose outputs are those.
+    close(XQ @ np.asarray(source.pull_back(jnp.asarray(X), jnp.asarray(v))), phi_q @ weights)
+
+
+def test_a_float32_fit_goes_on_in_float64_on_two_devices():
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    entries = dfl.KernelOptions(num_outputs=C)
+    fitted = dfl.fit(rbf, x, y, loss=dfl.SquaredError(), ridge=RIDGE, kernel=entries,
+                     mesh=jax.devices()[:2], tolerance=1e-10, progress=False)  # fmt: skip
+    assert fitted.is_wide
+    want = retrained("kronecker", x.astype(float), y, np.ones(N))[1]
+    np.testing.assert_allclose(
+        fitted.outputs, want, rtol=0, atol=1e-6
+    )  # inputs and results in float32
+
+
+@pytest.mark.thorough
 def test_low_rank_kernels_on_two_devices():
     """The features take part in every product, and not the kernel that they approximate."""
     low = dfl.low_rank(linear(), X, rank=2)
