@@ -101,13 +101,15 @@ def test_answers_are_those_of_one_device(run, answers_of_one_device, tmp_path):
     got = np.load(tmp_path / "results.npz")
     assert len(answers_of_one_device.files) > 40
     for name, want in answers_of_one_device.items():
-        # Factors and sums in another order, and solves that stop at 1e-11 of their right-hand side; runs that
-        # were asked for a distance stop anywhere within it.
-        within = 1e-3 if "refined" in name else 1e-9 if "float64" in name else 1e-6
+        # Factors and sums in another order, and solves that stop at 1e-11 of their right-hand side. Bounds
+        # measure how near to its optimum a fit has stopped. In two processes a float32 `K` stays in float32.
+        within = 1e-9 if "float64" in name else 1e-5
+        within = 1e-7 if "bound" in name and "float64" in name else within
+        # Runs that were asked for a distance stop anywhere within it.
+        within = 1e-3 if "refined" in name else within
         assert np.isfinite(want).all()
-        np.testing.assert_allclose(
-            got[name], want, rtol=0, atol=within * np.abs(want).max(), err_msg=name
-        )
+        off = np.abs(got[name].astype(float) - want.astype(float)).max()
+        assert off <= within * np.abs(want.astype(float)).max(), name
 
 
 @pytest.mark.thorough

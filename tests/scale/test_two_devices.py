@@ -8,6 +8,7 @@ import pytest
 import dualfluence as dfl
 import gates
 from dualfluence import attribution, operators, unlearning
+from dualfluence.attribution import _leave_one_out_mesh, _ridge_path_mesh
 from dualfluence.fitted._setup import place_source
 from dualfluence.linalg import _spread
 from dualfluence.unlearning import Engine
@@ -102,6 +103,31 @@ def test_attribution_on_two_devices(spread):
     weights[N - 1] = 0
     close(found.outputs_without[N - 1], retrained(name, X, Y, weights)[1][N - 1])
     assert "2 devices" in found.notes[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("most", [1, 8])
+def test_distinct_weights_on_two_devices(most, monkeypatch):
+    """A factor for each weight, or conjugate gradients if too many. The ridge path needs factors."""
+    for module in (_leave_one_out_mesh, _ridge_path_mesh):
+        monkeypatch.setattr(module, "MAX_FACTORS", most)
+    weights = np.arange(1.0, N + 1)
+    fitted = dfl.fit(linear(), X, Y, weights=weights, loss=dfl.SquaredError(), ridge=RIDGE,
+                     mesh=jax.devices()[:2], tolerance=1e-11, progress=False)  # fmt: skip
+    before, losses, own = retrained("dense", X, Y, weights)[0], [], []
+    for i in range(N):
+        without = np.where(np.arange(N) == i, 0, weights)
+        after, at_points = retrained("dense", X, Y, without)
+        losses.append(0.5 * ((after - YQ) ** 2 - (before - YQ) ** 2).sum(1))
+        own.append(0.5 * ((at_points[i] - Y[i]) ** 2).sum())
+    found = fitted.attribute(XQ, YQ, progress=False)
+    close(found.values, np.stack(losses, axis=1))
+    assert found.notes[0].startswith("conjugate" if most == 1 else f"{N} Cholesky factors")
+    if most == 1:
+        with pytest.raises(ValueError, match="Fit without mesh, or choose the ridge with equal"):
+            fitted.ridge_path([RIDGE])
+        return
+    close(fitted.ridge_path([RIDGE]).leave_one_out, [np.average(own, weights=weights)])
 
 
 @pytest.mark.parametrize("spread", gates.table(MODELS, ["matrix-free"]), indirect=True)
@@ -214,6 +240,7 @@ def test_products_of_a_low_rank_model_on_two_devices():
     close(XQ @ np.asarray(source.pull_back(jnp.asarray(X), jnp.asarray(v))), phi_q @ weights)
 
 
+@pytest.mark.thorough
 def test_a_float32_fit_goes_on_in_float64_on_two_devices():
     x, y = X.astype(np.float32), Y.astype(np.float32)
     entries = dfl.KernelOptions(num_outputs=C)
