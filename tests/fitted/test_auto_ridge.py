@@ -163,10 +163,6 @@ def test_a_float32_kernel_is_not_judged_by_rounding():
     assert any("at the edge of the grid" in note for note in fitted.stats.notes)
 
 
-def kernel(a, b):
-    return a @ b.T
-
-
 X = np.random.default_rng(0).normal(size=(6, 2))
 LOSS = {"loss": dfl.SquaredError(), "ridge": "auto", "progress": False}
 REFUSED = {
@@ -177,8 +173,13 @@ REFUSED = {
         kernel="matrix-free",
         **LOSS,
     ),
-    "needs the entries of K for an eigendecomposition, not Sharded": lambda: dfl.fit(
-        kernel, X, X[:, :1], mesh=jax.devices()[:1], **LOSS
+    "needs the entries of K as one matrix over the devices, not Sharded": lambda: dfl.fit(
+        dfl.linearize(lambda w, x: x @ w, jnp.zeros((2, 1))),
+        X,
+        X[:, :1],
+        kernel="matrix-free",
+        mesh=jax.devices()[:1],
+        **LOSS,
     ),
     "needs at least two points that have a weight": lambda: dfl.fit(
         np.eye(1), None, np.ones(1), **LOSS

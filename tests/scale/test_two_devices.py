@@ -7,8 +7,11 @@ import pytest
 
 import dualfluence as dfl
 import gates
-from dualfluence import attribution, operators
+from dualfluence import attribution, operators, unlearning
+from dualfluence.attribution import _leave_one_out_mesh, _ridge_path_mesh
+from dualfluence.fitted._setup import place_source
 from dualfluence.linalg import _spread
+from dualfluence.unlearning import Engine
 
 N, C, RIDGE = 7, 2, 0.1
 RNG = np.random.default_rng(0)
@@ -35,12 +38,12 @@ MODELS = {
 }
 
 
-def retrained(name, x, y, weights):
+def retrained(name, x, y, weights, ridge=RIDGE):
     """Outputs at the queries after training on these points, and those of the points themselves."""
     kernel = (lambda a, b: np.asarray(rbf(a, b))) if name == "kronecker" else lambda a, b: a @ b.T
     start = (lambda a: np.zeros((len(a), C))) if name == "kronecker" else lambda a: a @ W0
     D = weights[:, None] / weights.sum()
-    alpha = np.linalg.solve(RIDGE * np.eye(len(x)) + D * kernel(x, x), D * (y - start(x)))
+    alpha = np.linalg.solve(ridge * np.eye(len(x)) + D * kernel(x, x), D * (y - start(x)))
     return start(XQ) + kernel(XQ, x) @ alpha, start(x) + kernel(x, x) @ alpha
 
 
@@ -80,6 +83,184 @@ def test_edits_on_two_devices(spread):
     before = retrained(name, X, Y, np.ones(N))[0]
     loss = 0.5 * ((want - YQ) ** 2).sum(1) - 0.5 * ((before - YQ) ** 2).sum(1)
     close(update.delta_loss(XQ, YQ), loss)
+
+
+def loss_without(name, points):
+    """Change of the squared error at the queries after training without these points, by NumPy."""
+    weights = np.ones(N)
+    weights[points] = 0
+    after, before = (retrained(name, X, Y, w)[0] for w in (weights, np.ones(N)))
+    return 0.5 * ((after - YQ) ** 2 - (before - YQ) ** 2).sum(1)
+
+
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["dense"]), indirect=True)
+def test_attribution_on_two_devices(spread):
+    """Squared error: one Newton step is training without the point."""
+    name, fitted = spread
+    found = fitted.attribute(XQ, YQ, progress=False)
+    close(found.values, np.stack([loss_without(name, [i]) for i in range(N)], axis=1))
+    weights = np.ones(N)
+    weights[N - 1] = 0
+    close(found.outputs_without[N - 1], retrained(name, X, Y, weights)[1][N - 1])
+    assert "2 devices" in found.notes[0]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("most", [1, 8])
+def test_distinct_weights_on_two_devices(most, monkeypatch):
+    """A factor for each weight, or conjugate gradients if too many. The ridge path needs factors."""
+    for module in (_leave_one_out_mesh, _ridge_path_mesh):
+        monkeypatch.setattr(module, "MAX_FACTORS", most)
+    weights = np.arange(1.0, N + 1)
+    fitted = dfl.fit(linear(), X, Y, weights=weights, loss=dfl.SquaredError(), ridge=RIDGE,
+                     mesh=jax.devices()[:2], tolerance=1e-11, progress=False)  # fmt: skip
+    before, losses, own = retrained("dense", X, Y, weights)[0], [], []
+    for i in range(N):
+        without = np.where(np.arange(N) == i, 0, weights)
+        after, at_points = retrained("dense", X, Y, without)
+        losses.append(0.5 * ((after - YQ) ** 2 - (before - YQ) ** 2).sum(1))
+        own.append(0.5 * ((at_points[i] - Y[i]) ** 2).sum())
+    found = fitted.attribute(XQ, YQ, progress=False)
+    close(found.values, np.stack(losses, axis=1))
+    assert found.notes[0].startswith("conjugate" if most == 1 else f"{N} Cholesky factors")
+    if most == 1:
+        with pytest.raises(ValueError, match="Fit without mesh, or choose the ridge with equal"):
+            fitted.ridge_path([RIDGE])
+        return
+    close(fitted.ridge_path([RIDGE]).leave_one_out, [np.average(own, weights=weights)])
+
+
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["matrix-free"]), indirect=True)
+def test_groups_on_two_devices(spread):
+    name, fitted = spread
+    groups = {"ends": [0, N - 1], "next": [1, 2]}
+    found = fitted.attribute_groups(groups, XQ, YQ, progress=False)
+    close(found.values, np.stack([loss_without(name, g) for g in groups.values()], axis=1))
+
+
+@pytest.mark.thorough
+def test_first_order_on_two_devices_is_the_derivative_in_a_weight(spread):
+    """By finite differences of the weight of each point, with the sum of weights kept at N."""
+    name, fitted = spread
+    found = fitted.attribute(XQ, YQ, first_order=True, progress=False)
+    h = 1e-5
+
+    def loss(i, step):
+        sizes = np.ones(N)
+        sizes[i] -= step
+        kernel = (lambda a: np.asarray(rbf(a, X))) if name == "kronecker" else lambda a: a @ X.T
+        start = (lambda a: np.zeros((len(a), C))) if name == "kronecker" else lambda a: a @ W0
+        D = sizes[:, None] / N
+        alpha = np.linalg.solve(RIDGE * np.eye(N) + D * kernel(X), D * (Y - start(X)))
+        return 0.5 * ((start(XQ) + kernel(XQ) @ alpha - YQ) ** 2).sum(1)
+
+    want = [(loss(i, h) - loss(i, -h)) / (2 * h) for i in range(N)]
+    np.testing.assert_allclose(found.values, np.stack(want, axis=1), atol=1e-7)  # h² and 1e-16/h
+
+
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["dense"]), indirect=True)
+def test_ridge_path_on_two_devices(spread):
+    name, fitted = spread
+    if name == "matrix-free":
+        with pytest.raises(operators.UnsupportedStructure, match="kernel='dense'"):
+            fitted.ridge_path()
+        return
+    grid = [0.01, 0.3]
+    path = fitted.ridge_path(grid)
+    for at, ridge in enumerate(grid):
+        losses = []
+        for i in range(N):
+            weights = np.ones(N)
+            weights[i] = 0
+            losses.append(0.5 * ((retrained(name, X, Y, weights, ridge)[1][i] - Y[i]) ** 2).sum())
+        close(path.leave_one_out[at], np.mean(losses))
+        whole = retrained(name, X, Y, np.ones(N), ridge)[1]
+        close(path.training[at], 0.5 * ((whole - Y) ** 2).sum(1).mean())
+        K = np.asarray(rbf(X, X)) if name == "kronecker" else X @ X.T
+        values = np.maximum(np.linalg.eigvalsh(K) / N, 0)
+        close(path.dof[at], C * (values / (values + ridge)).sum())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "loss", [dfl.SquaredError(), dfl.Convex(lambda f, y: jnp.sum(jnp.cosh(f - y)))]
+)
+def test_the_ridge_chosen_on_two_devices_is_that_of_one(loss):
+    """Seven points: the padding row is no part of the mean diagonal that the grid is scaled by."""
+    options = {"loss": loss, "ridge": "auto", "progress": False}
+    one, two = (dfl.fit(linear(), X, Y, mesh=m, **options) for m in (None, jax.devices()[:2]))
+    np.testing.assert_allclose(two.ridge, one.ridge, rtol=1e-12)  # a mean in another order
+    assert two.stats.notes[-1].startswith("ridge ")
+
+
+@pytest.mark.parametrize("spread", gates.table(MODELS, ["dense"]), indirect=True)
+def test_quick_removals_on_two_devices(spread, tmp_path):
+    """Each is certified, and within its certificate of training without the points, which have two norms:
+    that of parameters where there are some, and that of outputs divided by `√K_ii` elsewhere."""
+    name, fitted = spread
+    with unlearning.open(tmp_path / "desk", fitted) as desk:
+        for point, gone in zip("60", ([6], [0, 6]), strict=True):
+            answer = desk.remove(point)
+            weights = np.ones(N)
+            weights[gone] = 0
+            at_queries, _ = retrained(name, X, Y, weights)
+            off = np.linalg.norm(answer.predict(XQ) - at_queries, axis=1)
+            roots = np.ones(len(XQ)) if name == "kronecker" else np.linalg.norm(XQ, axis=1)
+            assert (off <= roots * answer.certificate.distance_bound).all()
+            assert answer.certificate.relative_bound <= 1e-2  # what a desk keeps to by default
+            assert not np.asarray(desk.model.alpha)[gone].any()
+            want = {"matrix-free": "edit"}.get(name, "closed form")
+            assert desk.engine.work.how.startswith(want)
+        alpha = np.asarray(desk.model.alpha)
+    with unlearning.open(tmp_path / "desk", fitted) as again:
+        np.testing.assert_array_equal(again.model.alpha, alpha)
+
+
+@pytest.mark.thorough
+def test_the_inverse_on_two_devices_is_that_of_its_system(spread):
+    name, fitted = spread
+    if name == "matrix-free":
+        return
+    anchor = Engine(fitted).work.anchor
+    rows = np.r_[np.arange(N), N - 1]  # the last point fills the second share up
+    S = (np.asarray(rbf(X, X)) if name == "kronecker" else X @ X.T)[np.ix_(rows, rows)]
+    K, W = np.kron(S, np.eye(C)), np.diag(np.repeat(np.r_[np.ones(N), 0] / N, C))
+    close(anchor.N, np.linalg.solve(RIDGE * np.eye(len(K)) + K @ W, K))
+    assert {shard.data.shape for shard in anchor.N.addressable_shards} == {(8 * C, 4 * C)}
+
+
+def test_products_of_a_low_rank_model_on_two_devices():
+    """By its features, and not by the kernel that they approximate."""
+    low, v = dfl.low_rank(linear(), X, rank=2), RNG.normal(size=(N, C))
+    source = place_source("fit", low, jax.devices()[:2], None)
+    phi, phi_q = (np.asarray(low.features(jnp.asarray(x))) for x in (X, XQ))
+    weights = np.einsum("ncr,nc->r", phi, v)
+    close(source.cross_mv(jnp.asarray(XQ), jnp.asarray(X), jnp.asarray(v)), phi_q @ weights)
+    # Rank 2 of a linear kernel: the same weights as parameters, whose outputs are those.
+    close(XQ @ np.asarray(source.pull_back(jnp.asarray(X), jnp.asarray(v))), phi_q @ weights)
+
+
+@pytest.mark.thorough
+def test_a_float32_fit_goes_on_in_float64_on_two_devices():
+    x, y = X.astype(np.float32), Y.astype(np.float32)
+    entries = dfl.KernelOptions(num_outputs=C)
+    fitted = dfl.fit(rbf, x, y, loss=dfl.SquaredError(), ridge=RIDGE, kernel=entries,
+                     mesh=jax.devices()[:2], tolerance=1e-10, progress=False)  # fmt: skip
+    assert fitted.is_wide
+    want = retrained("kronecker", x.astype(float), y, np.ones(N))[1]
+    np.testing.assert_allclose(
+        fitted.outputs, want, rtol=0, atol=1e-6
+    )  # inputs and results in float32
+
+
+@pytest.mark.thorough
+def test_low_rank_kernels_on_two_devices():
+    """The features take part in every product, and not the kernel that they approximate."""
+    low = dfl.low_rank(linear(), X, rank=2)
+    fitted = dfl.fit(low, X, Y, loss=dfl.SquaredError(), ridge=RIDGE, mesh=jax.devices()[:2],
+                     tolerance=1e-11, progress=False)  # fmt: skip
+    close(fitted.predict(X), fitted.outputs)
+    close(X @ np.asarray(fitted.params()), fitted.outputs)
 
 
 def test_points_added_on_two_devices(spread):

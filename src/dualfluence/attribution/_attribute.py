@@ -22,9 +22,12 @@ from .._support.points import shown
 from .._support.types import AnyPath, Inputs, Numbers
 from ..dual._model import TrainedModel
 from ..dual._reweighted import columns_at_once, reweighted
+from ..operators._base import Layout
 from ..problem._quantity import Quantity, as_quantity
 from ._attribution import Attribution, GroupAttribution
 from ._leave_one_out import Steps, leave_one_out
+from ._leave_one_out_mesh import leave_one_out_on_mesh
+from ._spread_system import own_copy, summed_along, summed_over_points
 
 BLOCK_SHARE = 0.1
 """Share of the kernel's memory budget for a block of queries or of left-out points."""
@@ -54,10 +57,10 @@ def attribute(
     _check_options(first_order, refine, block_size)
     xq = fitted.data.queries(xq)
     quantity = _quantity(fitted, of, yq, xq.shape[0])
-    outputs = fitted.predict(xq)
-    form = leave_one_out(
-        fitted, first_order=first_order, until=fitted._remaining(refine, "attribute: refine")
-    )
+    outputs = _here(fitted, fitted.predict(xq))
+    until = fitted._remaining(refine, "attribute: refine")
+    make = leave_one_out_on_mesh if fitted.layout.sharding is not None else leave_one_out
+    form = make(fitted, first_order=first_order, until=until)
     points = np.flatnonzero(fitted.data.sample_weights > 0)
     if points.size < 2:
         raise ValueError("attribute: only one point has a weight; nothing is left without it.")
@@ -155,7 +158,7 @@ def _leave_sets_out(
     weights = np.repeat(np.asarray(fitted.data.sample_weights)[:, None], len(sets), axis=1)
     for column, members in enumerate(sets):
         weights[members, column] = 0
-    outputs = fitted.predict(xq)
+    outputs = _here(fitted, fitted.predict(xq))
     read = _reader(fitted, xq, outputs, quantity, _query_rows(fitted, None), False)
     changes = np.zeros((xq.shape[0], len(sets)), np.dtype(fitted.state.alpha.dtype))
     bounds = np.zeros(len(sets))
@@ -216,9 +219,10 @@ def _quantity_at_train(
     """The same quantity at the training points, for the effect of each on itself."""
     targets = None if like.targets.shape[1:] == (0,) else fitted.data.targets
     quantity = _quantity(fitted, of, targets, fitted.data.num_points)
+    outputs = _here(fitted, fitted.outputs)
 
     def change(steps: Steps, block: np.ndarray, first_order: bool) -> np.ndarray:
-        f, y, delta = fitted.outputs[block], quantity.targets[block], steps.own
+        f, y, delta = outputs[block], quantity.targets[block], steps.own
         if first_order:
             return np.asarray(jnp.sum(quantity.grad(f, y) * delta, axis=1))
         return np.asarray(quantity.value(f + delta, y) - quantity.value(f, y))
@@ -236,11 +240,17 @@ def _reader(
 ) -> Callable[[Steps], Iterator[tuple[slice, np.ndarray]]]:
     """From a block of steps to changes of the quantity, one block of queries after the other."""
     source, q, dtype = fitted.source, xq.shape[0], fitted.state.alpha.dtype
+    layout, c = fitted.layout, fitted.num_outputs
     rows = even_size(q, rows)  # equal blocks: no last one to compile for
     held: dict[int, Array] = {}
 
     def kernel(where: slice) -> Array:
         part = xq[where]
+        if layout.sharding is not None and first_order:
+            v = quantity.grad(outputs[where], quantity.targets[where])
+            return source.rows_along(fitted.data.x, part, v, layout)
+        if layout.sharding is not None:
+            return source.rows_block(fitted.data.x, part, c, layout)
         if source.has_features:
             return source.features(part)
         if not first_order:
@@ -260,13 +270,35 @@ def _reader(
     def read(steps: Steps) -> Iterator[tuple[slice, np.ndarray]]:
         for i in range(0, q, rows):
             where = slice(i, min(i + rows, q))
-            f, y = outputs[where], quantity.targets[where]
-            read_out = _first_order_change if first_order else _value_change
-            change = np.asarray(read_out(quantity, cross(where), steps.reading, f, y))
+            given = quantity, cross(where), steps.reading, outputs[where], quantity.targets[where]
+            if layout.sharding is not None:
+                change = _change_on_mesh(*given, layout, first_order)
+            else:
+                change = (_first_order_change if first_order else _value_change)(*given)
+            change = np.asarray(change)
             check_finite("attribute", change, hint=OVERFLOW)
             yield where, change
 
     return read
+
+
+def _here(fitted: TrainedModel, values: Array) -> Array:
+    """Values that every device of a mesh has, on a device of this process."""
+    return values if fitted.layout.sharding is None else own_copy(values)
+
+
+def _change_on_mesh(
+    quantity: Quantity,
+    cross: Array,
+    reading: Array,
+    f: Array,
+    y: Array,
+    layout: Layout,
+    first_order: bool,
+) -> Float[Array, "q k"]:
+    if first_order:
+        return own_copy(summed_along(cross, reading, layout))
+    return _changed(quantity, own_copy(summed_over_points(cross, reading, layout)), f, y)
 
 
 def _delta_outputs(cross: Array, reading: Array) -> Float[Array, "q c k"]:
@@ -281,7 +313,13 @@ def _delta_outputs(cross: Array, reading: Array) -> Float[Array, "q c k"]:
 def _value_change(
     quantity: Quantity, cross: Array, reading: Array, f: Array, y: Array
 ) -> Float[Array, "q k"]:
-    delta = _delta_outputs(cross, reading)
+    return _changed(quantity, _delta_outputs(cross, reading), f, y)
+
+
+@filter_jit
+def _changed(
+    quantity: Quantity, delta: Float[Array, "q c k"], f: Array, y: Array
+) -> Float[Array, "q k"]:
     after = jax.vmap(lambda d: quantity.value(f + d, y), in_axes=2, out_axes=1)(delta)
     return after - quantity.value(f, y)[:, None]
 

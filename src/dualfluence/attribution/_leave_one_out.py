@@ -245,7 +245,7 @@ def leave_one_out(
     weights = np.asarray(fitted.data.weights)
     ridges = fitted.ridge * (np.ones_like(weights) if first_order else 1 - weights)
     batched = BatchedForm(terms, ridges, False, fitted, until)
-    if until is not None or op.layout.sharding is not None:
+    if until is not None:
         return batched
     if isinstance(op, LowRankOperator):
         return LowRankForm(terms, ridges, first_order, op)

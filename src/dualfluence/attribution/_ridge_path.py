@@ -5,8 +5,9 @@ With `Q = K(λI + WK)⁻¹` the outputs of point `i`, once it is left out, move 
 `Q = (K − MD_λMᵀ)/λ`, `M = KRU`, `D_λ = 1/(Λ + λ)`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -17,10 +18,13 @@ from .._support.compile import HIGHEST, NotFinite, filter_jit
 from .._support.show import Shown, Table
 from .._support.types import Numbers
 from ..dual._model import TrainedModel, problem_on_device
-from ..linalg import solve_each, spectrum
+from ..linalg import spectrum
 from ..losses import DiagonalFactor, SquaredError
 from ..operators import UnsupportedStructure
 from ._leave_one_out import Terms
+from ._ridge_moves import Moves, left_out_moves
+from ._ridge_path_mesh import moves_on_mesh
+from ._spread_system import own_copy
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -120,13 +124,16 @@ def ridge_path(
             f"{what}: leaving out points one by one needs at least two points that have a weight."
         )
     ridges = make_grid(fitted, grid, what)
-    parts = _spectra(fitted, what)
+    on_mesh = fitted.layout.sharding is not None
+    moves_at = moves_on_mesh(fitted, what) if on_mesh else _moves_at(fitted, what)
     weights = jnp.asarray(data.weights, fitted.state.alpha.dtype)
-    problem = problem_on_device(fitted)
-    f, y = problem.outputs(fitted.state), problem.targets
-    rows = [
-        _errors(fitted, parts, jnp.asarray(ridge, weights.dtype), weights, f, y) for ridge in ridges
-    ]
+    f, y = own_copy(fitted.outputs) if on_mesh else fitted.outputs, data.targets
+    rows = []
+    for ridge in ridges:
+        moves, dof = moves_at(jnp.asarray(ridge, weights.dtype), weights)
+        left_out, kept = (jnp.concatenate(part, axis=1) for part in zip(*moves, strict=True))
+        losses = [float(jnp.sum(weights * fitted.loss.value(f + m, y))) for m in (left_out, kept)]
+        rows.append((*losses, dof))
     leave_one_out, training, dof = (np.array(column) for column in zip(*rows, strict=True))
     share = 1 - dof / (np.count_nonzero(data.sample_weights) * fitted.num_outputs)
     return RidgePath(
@@ -142,7 +149,7 @@ def ridge_path(
 def make_grid(fitted: TrainedModel, grid: Numbers | None, what: str) -> np.ndarray:
     """The ridges that were given, or the default ones."""
     if grid is None:
-        grid = GRID * float(jnp.mean(fitted.kernel_diagonal))
+        grid = GRID * float(jnp.mean(fitted.layout.points(fitted.kernel_diagonal)))
     ridges = np.unique(np.asarray(grid, float))
     if ridges.ndim != 1 or not ridges.size or not (np.isfinite(ridges) & (ridges > 0)).all():
         raise ValueError(f"{what}: the grid must hold positive finite ridges, got {grid}.")
@@ -156,13 +163,6 @@ class _Spectrum(eqx.Module):
     values: Float[Array, " m"]
     M: Float[Array, "n c m"]
     K_blocks: Float[Array, "n c c"]
-
-
-class _Own(NamedTuple):
-    """Changes of outputs: of each point left out, and of all points at the new ridge."""
-
-    left_out: Float[Array, "n c"]
-    kept: Float[Array, "n c"]
 
 
 def _spectra(fitted: TrainedModel, what: str) -> list[_Spectrum]:
@@ -207,7 +207,7 @@ def _spectrum(K: Float[Array, "m m"], terms: Terms) -> _Spectrum:
 
 
 @filter_jit
-def _moves(spectrum: _Spectrum, K_mv: Array, ridge: Array, weights: Float[Array, " n"]) -> _Own:
+def _moves(spectrum: _Spectrum, K_mv: Array, ridge: Array, weights: Float[Array, " n"]) -> Moves:
     """Newton steps to another ridge, with all points and without each."""
     terms, M = spectrum.terms, spectrum.M
     lam = ridge * (1 - weights)
@@ -220,17 +220,12 @@ def _moves(spectrum: _Spectrum, K_mv: Array, ridge: Array, weights: Float[Array,
     Q_b = (k_b - jnp.einsum("ncm,nm->nc", M, D * r_b, precision=HIGHEST)) / lam[:, None]
     Q_own = spectrum.K_blocks - jnp.einsum("nam,nm,nbm->nab", M, D, M, precision=HIGHEST)
     Q_own = Q_own / lam[:, None, None]
-    b = pair[:, :, 0] + lam[:, None] * pair[:, :, 1]
-    # A⁻¹b = (b − W Q b)/λ.
-    base = (b - terms.factor.hess_mv(Q_b)) / lam[:, None]
-    small = jnp.eye(b.shape[1], dtype=b.dtype)[None] - terms.factor.hess_mv(Q_own)
-    tau = lam[:, None] * solve_each(small, -terms.alpha - base)
-    left_out = Q_b + jnp.einsum("nab,nb->na", Q_own, tau, precision=HIGHEST)
+    left_out = left_out_moves(terms, lam, Q_b, Q_own)
     whole = 1 / (spectrum.values + ridge)
     k_all = k_pair[:, :, 0] + ridge * k_pair[:, :, 1]
     r_all = whole * (r_pair[:, 0] + ridge * r_pair[:, 1])
     kept = (k_all - jnp.einsum("ncm,m->nc", M, r_all, precision=HIGHEST)) / ridge
-    return _Own(left_out, kept)
+    return Moves(left_out, kept)
 
 
 def _coefficients(spectrum: _Spectrum, v: Float[Array, "n c s"]) -> Float[Array, "m s"]:
@@ -238,26 +233,21 @@ def _coefficients(spectrum: _Spectrum, v: Float[Array, "n c s"]) -> Float[Array,
     return jnp.einsum("ncm,ncs->ms", spectrum.M, v, precision=HIGHEST)
 
 
-def _errors(
-    fitted: TrainedModel,
-    parts: list[_Spectrum],
-    ridge: Array,
-    weights: Float[Array, " n"],
-    f: Float[Array, "n c"],
-    y: Array,
-) -> tuple[float, float, float]:
-    op = fitted.kernel_op
-    g, alpha = problem_on_device(fitted).loss_grad(fitted.state), fitted.state.alpha
+def _moves_at(
+    fitted: TrainedModel, what: str
+) -> Callable[[Array, Array], tuple[list[Moves], float]]:
+    """The moves at a ridge for the weights, output by output, and the trace of the smoother there."""
+    parts, op, alpha = _spectra(fitted, what), fitted.kernel_op, fitted.state.alpha
+    g = problem_on_device(fitted).loss_grad(fitted.state)
     k_pair = -jnp.stack([op.mv(g), op.mv(alpha)], axis=2)
-    moves, start = [], 0
-    for part in parts:
-        width = part.terms.alpha.shape[1]
-        moves.append(_moves(part, k_pair[:, start : start + width], ridge, weights))
-        start += width
-    left_out = jnp.concatenate([move.left_out for move in moves], axis=1)
-    kept = jnp.concatenate([move.kept for move in moves], axis=1)
-    loss = fitted.loss
-    leave_one_out = jnp.sum(weights * loss.value(f + left_out, y))
-    training = jnp.sum(weights * loss.value(f + kept, y))
-    dof = sum(float(jnp.sum(part.values / (part.values + ridge))) for part in parts)
-    return float(leave_one_out), float(training), dof
+
+    def at(ridge: Array, weights: Array) -> tuple[list[Moves], float]:
+        moves, start = [], 0
+        for part in parts:
+            width = part.terms.alpha.shape[1]
+            moves.append(_moves(part, k_pair[:, start : start + width], ridge, weights))
+            start += width
+        dof = sum(float(jnp.sum(part.values / (part.values + ridge))) for part in parts)
+        return moves, dof
+
+    return at

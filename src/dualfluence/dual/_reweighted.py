@@ -32,7 +32,7 @@ MAX_COLUMNS = 512
 class Reweighted(NamedTuple):
     """Dual variables for each column, and what is proved of them.
 
-    - `alpha`, `k_alpha`: `α` and `Kα`, shape `(n, c, k)`.
+    - `alpha`, `k_alpha`: `α` and `Kα`, shape `(n, c, k)`, one row for each of `fitted.state`.
     - `distance_bound`: bound on `‖θ − θ_retrained‖`, one per column.
     - `converged`: for a single step, whether its linear solve converged; for a run, whether it met its
       tolerance or reached the rounding floor.
@@ -76,11 +76,6 @@ def reweighted(
     - `what`: the name of the calling function, for messages.
     """
     op, dtype = fitted.kernel_op, fitted.state.alpha.dtype
-    if op.layout.sharding is not None:
-        raise ValueError(
-            f"{what}: the rows of K are on {op.layout.num_devices} devices, and batches of edits "
-            "need them on one. Fit without mesh."
-        )
     machine = Machine(
         op,
         fitted.kernel_diagonal,
@@ -90,7 +85,7 @@ def reweighted(
         fitted.ridge,
         what,
     )
-    weights = jnp.asarray(normalised(sample_weights), dtype)
+    weights = fitted.layout.place(normalised(sample_weights).astype(dtype))
     problem = eqx.tree_at(lambda p: p.weights, fitted.problem(), weights)
     start, rtol = repeated(fitted.state, weights.shape[1]), default_rtol(dtype)
     if until is None and relative is None:

@@ -89,7 +89,7 @@ def auto_ridge(
 
 
 def _size(model: TrainedModel) -> float:
-    size = float(jnp.mean(model.kernel_diagonal))
+    size = float(jnp.mean(model.layout.points(model.kernel_diagonal)))
     if not 0 < size < np.inf:
         raise NotFinite(
             f"{WHAT}: the mean diagonal of K is {size:.3g}, so no grid of ridges can be made. "
@@ -171,7 +171,7 @@ def fit(
       network, features may be a tree of arrays (a dict of tokens and mask), and then every later call
       takes such a tree.
     - `loss`, `ridge`: `ℓ` and `λ > 0`; `"auto"` takes the `λ` with the least leave-one-out loss over a
-      grid and explains it in `stats.notes` (only with `K` in memory, on one device).
+      grid and explains it in `stats.notes` (only with `K` in memory).
     - `kernel`: how `K` is stored, or `K` itself: see `KernelOptions`.
     - `mesh`: devices (or a `jax.sharding.Mesh`) that share the rows of `K` and of every `(n, c)`
       array. Under `jax.distributed`, call this in every process with the same data.

@@ -248,7 +248,8 @@ class Fitted(Shown, TrainedModel):
 
         It takes one Newton step on the training set without each point, in closed form from one
         factorisation. This is exact for squared error, otherwise it is the influence function. Values
-        are differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them.
+        are differences of the measured quantity, as `edit(Remove([i])).delta_loss` gives them. For a model
+        on a mesh the rows of the factor are on its devices.
 
         **Arguments:**
 
@@ -291,7 +292,8 @@ class Fitted(Shown, TrainedModel):
 
         It takes one eigendecomposition of `RᵀKR`, where `RRᵀ` are the weighted Hessians of the losses. It
         is exact for squared error. For other losses each ridge is reached by one Newton step from this
-        fit, which is accurate near the ridge of the fit.
+        fit, which is accurate near the ridge of the fit. For a model on a mesh it takes two Cholesky
+        factors for each ridge instead, with their rows on its devices.
 
         **Arguments:**
 

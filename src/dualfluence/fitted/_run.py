@@ -244,7 +244,7 @@ def run(task: Task[Trained]) -> Done[Trained]:
         alpha = start.alpha if goal.counts_steps else done.after.state.alpha
     wide = widened_model(model)
     with double():
-        alpha = widened(wide.layout.points(alpha))
+        alpha = wide.layout.place(widened(wide.layout.points(alpha)))
         again = State(alpha, op_mv(wide.kernel_op, alpha))
         data = replace(task.data, targets=widened(task.data.targets))
         goal, notes = goal.in_dtype(alpha.dtype), (*task.notes, WIDENED)

@@ -42,6 +42,11 @@ class ShardedSource(AbstractSource):
         return self.inner.network
 
     @property
+    def _tangent(self) -> Linearized | None:
+        """The network, if its own tangent kernel is `K` and not an approximation by features."""
+        return None if self.inner.has_features else self.network
+
+    @property
     def num_devices(self) -> int:
         return self.mesh.size
 
@@ -60,10 +65,10 @@ class ShardedSource(AbstractSource):
         self, x: Array, num_outputs: int, *, form: str, progress: bool | ProgressFn
     ) -> AbstractKernelOperator:
         layout = self.layout(x)
-        if form == "matrix-free" and self.network is not None:
+        if form == "matrix-free" and self._tangent is not None:
             rows = layout.place(x, "last")
-            return ShardedMatrixFreeOperator(self.network, rows, num_outputs, layout)
-        if form == "matrix-free":
+            return ShardedMatrixFreeOperator(self._tangent, rows, num_outputs, layout)
+        if form == "matrix-free" and not self.inner.has_features:
             return self.inner.operator(x, num_outputs, form=form, progress=progress)  # the error
         host = layout.expand(np.asarray(x))
         return _square(self.inner, host, num_outputs, layout, progress)
@@ -72,16 +77,46 @@ class ShardedSource(AbstractSource):
         self, xq: Array, x: Array, v: Float[Array, "n c"], progress: bool | ProgressFn = True
     ) -> Float[Array, "q c"]:
         layout = self.layout(x)
-        if self.network is not None:
+        if self._tangent is not None:
             rows, values = layout.place(x, "last"), layout.place(v)
-            return _network_cross_mv(self.network, layout, np.asarray(xq), rows, values)
-        host, v_rows = layout.expand(np.asarray(x)), layout.place(v)
-        return _kernel_cross_mv(self.inner, np.asarray(xq), host, v_rows, layout)
+            return _network_cross_mv(self._tangent, layout, np.asarray(xq), rows, values)
+        host, v_rows, queries = layout.expand(np.asarray(x)), layout.place(v), np.asarray(xq)
+
+        def product(local: AbstractSource, rows: Array, v: Array) -> Array:
+            return local.cross_mv(jnp.asarray(queries), rows, v)
+
+        return _sum_over_devices(self.inner, product, host, v_rows, layout)
 
     def pull_back(self, x: Array, v: Float[Array, "n c"]) -> PyTree:
         layout = self.layout(x)
         assert self.network is not None
-        return _network_pull_back(self.network, layout, layout.place(x, "last"), layout.place(v))
+        if self._tangent is not None:
+            rows, values = layout.place(x, "last"), layout.place(v)
+            return _network_pull_back(self._tangent, layout, rows, values)
+        host, v_rows = layout.expand(np.asarray(x)), layout.place(v)
+
+        def product(local: AbstractSource, rows: Array, v: Array) -> PyTree:
+            return local.pull_back(rows, v)
+
+        return _sum_over_devices(self.inner, product, host, v_rows, layout)
+
+    def rows_block(self, x: Array, xq: Array, num_outputs: int, layout: Layout) -> Array:
+        """`K(x, xq)` as a matrix, with the rows of `x` on the devices of `layout`."""
+        rows, cols = layout.expand(np.asarray(x)), np.asarray(xq)
+        return _blocks(self.inner, rows, cols, num_outputs, layout, False)
+
+    def rows_along(
+        self, x: Array, xq: Array, v: Float[Array, "q c"], layout: Layout
+    ) -> Float[Array, "n q c"]:
+        """`v_qᵀ K(xq, x)`, with the rows of `x` on the devices of `layout`."""
+        rows, queries, along = layout.expand(np.asarray(x)), np.asarray(xq), np.asarray(v)
+
+        def fill(device: Device, index: slice, report: bool | ProgressFn) -> Array:
+            given = tuple(jnp.asarray(a) for a in (queries, along, rows[index]))
+            return _on(self.inner, device).along(*given).swapaxes(0, 1)
+
+        parts = on_each_device(fill, layout)
+        return from_parts(parts, layout, (layout.num_rows, *parts[0].shape[1:]))
 
     def placing(self, other: AbstractSource) -> AbstractSource:
         return ShardedSource(other, self.mesh)
@@ -188,17 +223,25 @@ def _network_cross_mv(
     return jax.lax.with_sharding_constraint(move, layout.replicated)
 
 
-def _kernel_cross_mv(
-    source: AbstractSource, xq: np.ndarray, rows: np.ndarray, v: Array, layout: Layout
-) -> Array:
-    """`Σ_d K(xq, x_d) v_d`, each term on device `d`."""
+def _sum_over_devices(
+    source: AbstractSource,
+    product: Callable[[AbstractSource, Array, Array], PyTree],
+    rows: np.ndarray,
+    v: Array,
+    layout: Layout,
+) -> PyTree:
+    """`Σ_d product(x_d, v_d)`, each term on device `d`."""
     shards = {shard.device: shard.data for shard in v.addressable_shards}
 
-    def term(device: Device, index: slice, report: bool | ProgressFn) -> Array:
-        local = _on(source, device)
-        return local.cross_mv(jnp.asarray(xq), jnp.asarray(rows[index]), shards[device])[None]
+    def term(device: Device, index: slice, report: bool | ProgressFn) -> PyTree:
+        made = product(_on(source, device), jnp.asarray(rows[index]), shards[device])
+        return jax.tree.map(lambda a: a[None], made)
 
     parts = on_each_device(term, layout, False)
-    shape = (layout.num_devices, *parts[0].shape[1:])
-    terms = from_parts(parts, layout, shape)
-    return jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.replicated)(terms)
+    total = jax.jit(partial(jnp.sum, axis=0), out_shardings=layout.replicated)
+
+    def add(*terms: Array) -> Array:
+        shape = (layout.num_devices, *terms[0].shape[1:])
+        return total(from_parts(list(terms), layout, shape))
+
+    return jax.tree.map(add, *parts)

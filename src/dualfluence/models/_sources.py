@@ -84,6 +84,16 @@ class AbstractSource(eqx.Module):
         """`v_iᵀ K(x1_i, x2)`: the kernel along one direction of outputs for each point of `x1`."""
         return fold_block(self.block(x1, x2, False), v)
 
+    def rows_block(self, x: Array, xq: Array, num_outputs: int, layout: Layout) -> Array:
+        """`K(x, xq)` as a matrix, with the rows of `x` on the devices of `layout`."""
+        self._lacks("rows_block", "Fit with mesh=....")
+
+    def rows_along(
+        self, x: Array, xq: Array, v: Float[Array, "q c"], layout: Layout
+    ) -> Float[Array, "n q c"]:
+        """`v_qᵀ K(xq, x)`, with the rows of `x` on the devices of `layout`."""
+        self._lacks("rows_along", "Fit with mesh=....")
+
     def layout(self, x: Array) -> Layout:
         """The devices of the rows of a kernel of these points."""
         return every_row(x.shape[0])

@@ -80,6 +80,15 @@ class Layout:
         return sum(rows for _, rows in self.blocks)
 
     @property
+    def positions(self) -> np.ndarray:
+        """The row of every point."""
+        parts, start = [], 0
+        for points, rows in self.blocks:
+            parts.append(start + np.arange(points))
+            start += rows
+        return np.concatenate(parts)
+
+    @property
     def replicated(self) -> NamedSharding | None:
         """The same array on every device."""
         return None if self.sharding is None else NamedSharding(self.sharding.mesh, PartitionSpec())
@@ -313,6 +322,11 @@ class AbstractKernelOperator(eqx.Module):
     def entries(self) -> Float[Array, "m m"]:
         """`K` (or `Σ`, if Kronecker) as the stored array; see `has_entries`."""
         self._lacks("entries", "Use mv, or dense(), which may compute the entries.")
+
+    @property
+    def entries_on_mesh(self) -> Float[Array, "m m"] | None:
+        """The stored array (see `entries`) if its rows are on the devices of a mesh, else `None`."""
+        return None
 
     def take(self, rows: AnyArray) -> "AbstractKernelOperator":
         """`K` between the points at `rows`, which may repeat, in the same structure: a copy."""

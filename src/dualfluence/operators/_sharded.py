@@ -38,6 +38,10 @@ class ShardedOperator(AbstractWrapper):
     def layout(self) -> Layout:
         return self.placement
 
+    @property
+    def entries_on_mesh(self) -> Float[Array, "m m"]:
+        return self.op.entries()
+
     def mv(self, v: Float[Array, "n c"]) -> Float[Array, "n c"]:
         return self._local(self.op.mv, v)
 

@@ -23,6 +23,7 @@ from ..losses import AbstractFactor
 from ..operators import AbstractKernelOperator
 from ..problem._objective import Problem, State
 from ..solvers import SpectralPreconditioner, spectral_preconditioner
+from ._anchor_mesh import fits_on_mesh, invert_on_mesh
 
 MATRICES = 4
 """Number of matrices of the size of `K` that a factorisation holds at once."""
@@ -74,7 +75,7 @@ class Anchor(eqx.Module):
 
     - `op`: `K`.
     - `problem`: the objective; later objectives of the stream differ only in their weights.
-    - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric.
+    - `N`: `K(λI + W₀K)⁻¹`, shape `(n·c, n·c)`, symmetric. On a mesh its columns are on the devices.
     - `hess`, `roots`: `W₀` and `R` of `W₀ = RRᵀ` in blocks, with the weights of the anchor.
     - `alpha`, `n_alpha`: `α` at the anchor, and `Nα`.
     - `kernel_diagonal`: diagonal of `K`.
@@ -97,8 +98,12 @@ class Anchor(eqx.Module):
 def can_anchor(fitted: Fitted) -> bool:
     """Whether the explicit inverse exists for this structure of `K` and fits into memory."""
     op, ref = fitted.kernel_op, fitted.reference
-    if not op.has_entries or (ref is not None and ref.certified and not ref.proven):
+    if ref is not None and ref.certified and not ref.proven:
         return False  # a network that was only found linear is looked at after every edit
+    if op.layout.sharding is not None:
+        return fits_on_mesh(fitted)
+    if not op.has_entries:
+        return False
     size = op.num_points * op.num_outputs
     # Beyond that a removal goes through a fit's solver, which needs less memory and more time.
     return MATRICES * size**2 * jnp.dtype(op.dtype).itemsize <= memory_budget()
@@ -112,8 +117,9 @@ def make_anchor(fitted: Fitted, majorant: Majorant | None = None) -> Anchor:
         lambda a: jnp.asarray(a) if isinstance(a, ARRAYS) else a, fitted.problem()
     )
     factor = _factor(problem, fitted.state)
-    ridge = jnp.asarray(fitted.ridge, op.dtype)
-    N, hess, roots = _invert(op, factor, ridge)
+    ridge = fitted.layout.scalar(fitted.ridge, op.dtype)
+    on_mesh = fitted.layout.sharding is not None
+    N, hess, roots = invert_on_mesh(fitted, factor) if on_mesh else _invert(op, factor, ridge)
     error = _measure_error(op, N, hess, ridge, fitted.kernel_diagonal)
     if majorant is None:
         majorant = make_majorant(op)

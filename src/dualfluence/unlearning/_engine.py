@@ -16,11 +16,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from .._support.compile import double
 from .._support.types import Json
+from ..dual._newton import op_mv
 from ..fitted._fitted import Fitted
 from ..problem._certificate import Certificate
 from ..problem._edits import AbstractEdit, Remove, apply_edits
@@ -165,7 +165,8 @@ class Engine:
             if not certificate.distance_bound <= 0.5 * last:
                 break
             last = certificate.distance_bound
-        found = programs.measure(found.state.alpha, data.weights)
+        weights = work.fitted.layout.expand(data.weights, "zero")
+        found = programs.measure(found.state.alpha, weights)
         certificate = found.certificate(ridge)
         if certificate.distance_bound <= limit:
             how = f"closed form, {step} more steps, true products"
@@ -199,14 +200,15 @@ def anchored(fitted: Fitted, last: Anchor | None = None) -> Work:
 
 
 def _anchored(fitted: Fitted, last: Anchor | None) -> Work:
-    kept = jnp.asarray((fitted.data.sample_weights > 0), fitted.offset.dtype)[:, None]
-    alpha = fitted.state.alpha * kept
-    fitted = replace(fitted, state=State(alpha, fitted.kernel_op.mv(alpha)))
+    kept = (fitted.data.sample_weights > 0).astype(fitted.offset.dtype)
+    alpha = fitted.state.alpha * fitted.layout.place(kept)[:, None]
+    drift = fitted.layout.scalar(0.0, alpha.dtype)
+    fitted = replace(fitted, state=State(alpha, op_mv(fitted.kernel_op, alpha), drift))
     same = last is not None and last.op is fitted.kernel_op
     anchor = make_anchor(fitted, last.majorant if last is not None and same else None)
     shares = fitted.data.weights
     gone = nothing_gone(anchor, shares, max(MAX_GONE, MAX_BATCH))
-    if not gone.on_host:
+    if not gone.on_host and fitted.layout.sharding is None:
         fitted = replace(fitted, state=committed(fitted.state, alpha))
     return Work(fitted, anchor, gone, Programs(anchor), shares, 0, "factorisation")
 

@@ -16,9 +16,11 @@ from jaxtyping import Array, Float, Int
 
 from .._support.compile import ARRAYS, PRECISION, jit
 from .._support.types import AnyArray
+from ..operators._base import Layout
 from ..problem._certificate import Certificate, Norms, measure_norms, norms_of_square
 from ..problem._objective import HostArray, Problem, State
 from ._anchor import Anchor
+from ._anchor_mesh import Places, columns_at
 from ._elimination import solve_small
 from ._quick import (
     HOST,
@@ -81,7 +83,8 @@ class Programs:
             left = np.where(weights > 0, shares, 0)
             return self._left_on_host(gone, state, points, left)
         found: Any = None
-        names = _names(state.alpha.shape[0])
+        layout = self.anchor.op.layout
+        names: Any = _names(state.alpha.shape[0]) if layout.sharding is None else _hosts(layout)
         for point in points:
             held = (*gone.eliminated, gone.shares, gone.place)
             before = (state.alpha, state.k_alpha, state.drift)
@@ -177,6 +180,12 @@ def _names(n: int) -> tuple[Array, ...]:
     return tuple(jnp.arange(n, dtype=jnp.int32))
 
 
+@lru_cache(maxsize=4)
+def _hosts(layout: Layout) -> np.ndarray:
+    """The row of every point on a mesh, on the host: every device gets it with the request."""
+    return layout.positions.astype(np.int32)
+
+
 def _less(
     anchor: Anchor,
     point: Int[Array, ""],
@@ -193,7 +202,7 @@ def _less(
     rows = jax.lax.dynamic_update_slice_in_dim(rows, own, place * c, axis=0)
     points = jax.lax.dynamic_update_slice_in_dim(points, point[None], place, axis=0)
     with jax.default_matmul_precision(PRECISION):
-        seen = jax.lax.dynamic_slice_in_dim(rows, point * c, c, axis=1)
+        seen = _seen(anchor, rows, point * c, c)
         row = next_row(T, C, seen)
         row = jax.lax.dynamic_update_slice_in_dim(row, jnp.eye(c, dtype=T.dtype), place * c, axis=1)
         now = Eliminated(rows, T, C, forces, points)
@@ -205,7 +214,34 @@ def _less(
     C = jax.lax.dynamic_update_slice_in_dim(C, step.C[None], place, axis=0)
     after = state.moved(jnp.asarray(step.delta), jnp.asarray(step.k_delta), step.drift)
     found = Found(after, *_judged(anchor, after, shares / jnp.sum(shares)))
-    return rows, T, C, step.forces, points, shares, place + 1, found
+    return _placed(anchor, (rows, T, C, step.forces, points, shares, place + 1, found))
+
+
+def _seen(anchor: Anchor, rows: Array, start: Array, c: int) -> Float[Array, "kc c"]:
+    """Columns `start:start + c`."""
+    layout = anchor.op.layout
+    if layout.sharding is not None:
+        return columns_at(rows, start, c, layout)
+    return jax.lax.dynamic_slice_in_dim(rows, start, c, axis=1)
+
+
+def _placed(anchor: Anchor, made: tuple) -> tuple:
+    """On a mesh, results where the next request expects them, so that it finds its program compiled."""
+    layout = anchor.op.layout
+    if layout.sharding is None:
+        return made
+    *arrays, found = made
+    put, places = jax.lax.with_sharding_constraint, Places.of(layout)
+    rows, *small = arrays
+    small = [put(array, places.every) for array in small]
+    return put(rows, places.columns), *small, _found_placed(found, places)
+
+
+def _found_placed(found: Found, places: Places) -> Found:
+    put, state = jax.lax.with_sharding_constraint, found.state
+    alpha, k_alpha, rho = (put(a, places.rows) for a in (state.alpha, state.k_alpha, found.rho))
+    drift, norms = (put(a, places.every) for a in (jnp.asarray(state.drift), found.norms))
+    return Found(State(alpha, k_alpha, drift), rho, norms)
 
 
 def _spread(
@@ -231,7 +267,9 @@ def _polished(
     with jax.default_matmul_precision(PRECISION):
         step: Any = make_correction(DEVICE, Fixed.of(anchor), *given)
     after = state.moved(*step)
-    return Found(after, *_judged(anchor, after, shares / total))
+    found = Found(after, *_judged(anchor, after, shares / total))
+    layout = anchor.op.layout
+    return found if layout.sharding is None else _found_placed(found, Places.of(layout))
 
 
 def _judged(
@@ -241,13 +279,17 @@ def _judged(
     problem = _reweighted(anchor.problem, weights)
     rho = problem.residual(state)
     square = anchor.majorant.square(anchor.op, rho)
-    return rho, _stacked(norms_of_square(problem, state, rho, square, anchor.kernel_diagonal))
+    norms = norms_of_square(problem, state, rho, square, anchor.kernel_diagonal)
+    return rho, _stacked(norms) if anchor.op.layout.sharding is None else _in_one(norms)
 
 
 def _measured(anchor: Anchor, alpha: Float[Array, "n c"], weights: Float[HostArray, " n"]) -> Found:
     problem, state = _reweighted(anchor.problem, weights), State(alpha, anchor.op.mv(alpha))
     rho = problem.residual(state)
     norms = measure_norms(problem, state, rho, anchor.op.mv(rho), anchor.kernel_diagonal)
+    layout = anchor.op.layout
+    if layout.sharding is not None:
+        return _found_placed(Found(state, rho, _in_one(norms)), Places.of(layout))
     return Found(state, rho, _stacked(norms))
 
 
@@ -256,10 +298,14 @@ def _reweighted(problem: Problem, weights: Any) -> Problem:
     return Problem(p.loss, p.targets, weights, p.ridge, p.offset, p.epsilon)
 
 
+def _in_one(norms: Norms) -> Float[Array, "3"]:
+    return jnp.stack([norms.gradient, norms.rounding, norms.parameters])
+
+
 def _stacked(norms: Norms) -> Float[Array, "3"]:
     """The norms in one array. On a GPU the program writes them to memory of the host, because a later
     copy costs 0.3 ms."""
-    stacked = jnp.stack([norms.gradient, norms.rounding, norms.parameters])
+    stacked = _in_one(norms)
     memory = getattr(jax, "memory", None)  # not in JAX 0.6
     if memory is None or jax.default_backend() != "gpu":
         return stacked

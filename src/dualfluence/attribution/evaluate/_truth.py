@@ -103,9 +103,7 @@ def retrain_linearised(
             )
         delta = many.alpha - fitted.state.alpha[:, :, None]
         # One pass per model through the network beats forming K_qn for few models.
-        change = [
-            fitted.source.cross_mv(xq, fitted.data.x, delta[:, :, j]) for j in range(delta.shape[2])
-        ]
+        change = [fitted._cross_mv(xq, delta[:, :, j]) for j in range(delta.shape[2])]
         value = jax.vmap(lambda d: quantity.value(outputs + d, quantity.targets))
         return np.asarray(value(jnp.stack(change)))
 
