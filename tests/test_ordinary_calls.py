@@ -65,7 +65,7 @@ def test_ordinary_calls(bits):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("turn", "bits"), [(1, 32), (2, 64)])
+@pytest.mark.parametrize(("turn", "bits"), [(1, 32), pytest.param(2, 64, marks=pytest.mark.slow)])
 def test_ordinary_calls_at_other_sizes(turn, bits):
     assert failures(f"turn {turn}", bits) == []
 
