@@ -87,12 +87,12 @@ def asked(call):
 @row(*each("operators", KINDS, "mv mm dense diagonal check wide_mv"))
 @row(*each("operators", KINDS, "num_points num_outputs num_bytes dtype solve_dtype layout rank"))
 @row(*each("operators", KINDS, "in_memory has_entries is_kronecker follows_points grows narrow"))
-@row(*each("operators", KINDS, "product_precision entries"))
+@row(*each("operators", KINDS, "product_precision entries entries_on_mesh"))
 @row("operators.DenseOperator.each", "operators.KroneckerOperator.each", "UnsupportedStructure")
 @row(*each("store", "StoredOperator", "mv mm dense diagonal check wide_mv num_points num_outputs"))
 @row(*each("store", "StoredOperator", "num_bytes dtype solve_dtype layout rank in_memory"))
 @row(*each("store", "StoredOperator", "has_entries is_kronecker follows_points grows narrow"))
-@row(*each("store", "StoredOperator", "product_precision entries"))
+@row(*each("store", "StoredOperator", "product_precision entries entries_on_mesh"))
 @row("operators.BorderedOperator.around", "operators.grow", "operators.widen", shared=True)
 def every_structure(at):
     for op, K in built(at):
@@ -123,6 +123,7 @@ def every_structure(at):
         np.testing.assert_equal(np.dtype(op.dtype), at.dtype)
         assert np.dtype(op.solve_dtype) <= at.dtype
         np.testing.assert_equal(op.layout.num_points, n)
+        np.testing.assert_equal(op.entries_on_mesh is not None, isinstance(op, ops.ShardedOperator))
         assert op.rank is None or op.rank == at.theta.size
         np.testing.assert_equal(op.in_memory, name != "StoredOperator")
         np.testing.assert_equal(op.is_kronecker, name == "KroneckerOperator")
