@@ -194,9 +194,9 @@ def plan(
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"` for another machine, whose speed is then assumed; by default
       this machine, whose speed is measured, which takes a second.
     - `bandwidth`: the rate, in bytes per second, at which a product reads `K`, if you know it.
-    - `products`: the number of products with `K` to count on.
-    - `sequences`: plan scores of `n` sequences instead of a kernel; `c` is the number of words, `num_params`
-      counts trained parameters.
+    - `products`: the number of products with `K` that the times assume.
+    - `sequences`: estimates the cost of scoring `n` sequences instead of that of a kernel; `c` is then the
+      number of words, and `num_params` counts trained parameters.
     """
     n, c, devices, rank, products = (
         check_count(f"plan: {name}", value)

@@ -50,7 +50,7 @@ class Sequences:
     - `probes`, `rank`: as in `Trajectory.attribute`.
     - `checkpoints`, `queries`: numbers of them. Each device scores checkpoints of its own (`worker=`).
     - `flops`: operations per second of the network's passes on one device, if you know them; by default a
-      share of those of a large product.
+      share of the rate that a large matrix product reaches.
     """
 
     tokens: int

@@ -35,8 +35,9 @@ Trainable = Callable[[tuple[Any, ...], Any], bool] | str | Sequence[str] | None
 class Adapted(Shown):
     """A trained model of some framework as a function of its parameters, in evaluation mode.
 
-    Made by `from_nnx`, `from_torch` and the like. `fit`, `load` and `attribution.Trajectory` take it in
-    place of a linearised network or `apply_fn`, `from_trained` in place of its `model`.
+    Made by `from_nnx`, `from_torch` and the like. `fit` and `load` take it in
+    place of a linearised network, `attribution.Trajectory` takes it as `apply_fn`, and `from_trained` as
+    `model`.
 
     **Fields:**
 

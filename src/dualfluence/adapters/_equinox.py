@@ -13,7 +13,7 @@ from ._adapted import Adapted, Trainable, adapt, check_kind_of_model, evaluation
 def from_equinox(
     model: Any, state: Any = None, *, trainable: Trainable = None, **call: Any
 ) -> Adapted:
-    """Adapt an Equinox module, which takes one point, and its state.
+    """Adapt an Equinox module and its state. The module takes one point at a time.
 
     Floating-point arrays of the module are trained; `state`, such as that of batch norm, is held fixed.
 

@@ -164,8 +164,8 @@ def _column(name: str, values: Sequence[Any], labels: str, length: int | None) -
     longest = max(len(v) for v in values)
     if length is not None and longest > length:
         raise ValueError(
-            f"tokenised: {name} has a sequence of {longest} tokens, length={length}. Cut it, or pad the "
-            "other sequences to more."
+            f"tokenised: {name} has a sequence of {longest} tokens, length={length} is less. Cut it, or "
+            "give a larger length."
         )
     found = np.full((len(values), length or longest), fill, np.asarray(values[0]).dtype)
     for row, value in zip(found, values, strict=True):

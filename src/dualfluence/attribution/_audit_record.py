@@ -62,7 +62,7 @@ class Audit(Shown):
 
     - `findings`: all of them, by kind and then the most serious first.
     - `task`: `"classification"` or `"regression"`.
-    - `classes`: the labels by number, `None` for numbers as targets.
+    - `classes`: the label of each class number; `None` if targets are numbers.
     - `labels`: what each point was given: numbers of classes `(n,)`, or values `(n, c)`.
     - `wrong`: probability that each label is wrong, `(n,)`; the sum over a set is the number of wrong
       labels to expect in it.
@@ -123,7 +123,7 @@ class Audit(Shown):
 
     @property
     def mended(self) -> np.ndarray:
-        """The targets with the suggestion in place of each flagged one, as they were given."""
+        """The targets, in the form that was given, with the suggestion in place of each flagged one."""
         changed = np.array(self.labels)
         changed[self.flagged] = self.suggested[self.flagged]
         if self.classes is not None:

@@ -245,9 +245,9 @@ def attribute_runs(
       a second per checkpoint at the rates of `plan`; otherwise it takes three probes, or as many as fit.
       The notes of the result say what was chosen and left out, and how much the draw of random probes
       matters.
-    - `method`: `"outputs"` or `"projected"`. The latter uses random projections of gradients to `rank`
-      numbers instead of probes, so the system has size `rank` whatever `n` is. For sequences it also
-      takes random probes; each costs only its backward passes.
+    - `method`: `"outputs"` or `"projected"`. The latter projects gradients at random to `rank` numbers, so
+      the system has size `rank` whatever `n` is. It needs no probes, except for sequences: there it takes
+      random probes too, and each costs only its backward passes.
     - `leverage`: leave-one-out in closed form instead of first order, at twice the cost.
     - `combine`: `"mean"` of all checkpoints and runs, or `"shrunk"`, which draws entries towards zero if
       checkpoints and runs disagree on them. Entries on which they disagree may be due to the random

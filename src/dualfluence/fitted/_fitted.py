@@ -87,8 +87,8 @@ class Fitted(Shown, TrainedModel):
         - `until`: take steps until `certificate.distance_bound` is at most this; at least one step if
           the edit changes the objective. It raises an error for a model from `from_trained` that has no
           certificate, or whose gap is larger.
-        - `drift`: take further steps if `certificate.relative_bound` exceeds this. Otherwise many edits
-          of one step in a row can move away from retraining; `stats.notes` then says so.
+        - `drift`: take further steps if `certificate.relative_bound` exceeds this. Without
+          `drift`, many one-step edits in a row can move away from retraining; `stats.notes` then says so.
         - `solver`, `rtol`: `Auto`, `Cholesky` or `CG`; relative residual of its solves.
         - `mesh`: devices over which to spread the rows of `K` before the edit; for several requests, call
           the method `on` once instead.
@@ -201,8 +201,8 @@ class Fitted(Shown, TrainedModel):
         For a model of `from_trained`, the present parameters take the place of the trained ones:
         `params()` and later edits of the remaining points are unchanged, and linearised predictions start
         from the network at these parameters. With `tangent="trained"` the parameters at which `J` is taken
-        were trained on the removed points and still carry information about them. Only the edit has
-        removed the effect of these points from the present parameters.
+        were trained on the removed points and still carry information about them. Their effect on
+        the present parameters was removed by the edit alone; the purge removes nothing more of it.
         """
         return purged(self)
 
@@ -257,9 +257,9 @@ class Fitted(Shown, TrainedModel):
         - `of`: `"loss"`, `"output"` (of the query's class), `"margin"` (the output of the query's class
           minus the log-sum-exp of the other outputs), or a function of one query's outputs `(c,)` and
           target.
-        - `first_order`: the effect of an infinitesimal weight, which is cheaper. It ignores the leverage
-          of the point and the renormalisation of the mean, and it replaces the measured quantity by its
-          tangent in the outputs.
+        - `first_order`: the effect to first order in the weight of the point, which is cheaper. It
+          ignores the leverage of the point and the renormalisation of the mean, and it replaces the
+          measured quantity by its tangent in the outputs.
         - `refine`: take steps until the certified distance to exact retraining without the point is at
           most this; the bounds are in the result.
         - `block_size`: queries and left-out points at a time; by default as many as memory allows.

@@ -74,7 +74,7 @@ def from_trained(
 
     **Linear models** (`linearised=True`, proven linear by the operations of `apply_fn`, or found linear
     up to rounding; in the last case every answer checks it again). With $f=f_0+J(\theta-\theta_0)$ the
-    gradient of the true objective at any such $\theta$ is
+    gradient of the true objective at any $\theta = \theta_0+\gamma+J^\top\alpha$ is
     $$\nabla L_w = J^\top g+\lambda(\theta-\theta_0) = J^\top\rho+\lambda\gamma,$$
     so that $\|\theta-\theta^\star\|\le\|J^\top\rho\|/\lambda+\|\gamma\|$, here and after every edit.
     That is `certificate.distance_bound`, with $\|\gamma\|$ as `certificate.gap`. A model that was never

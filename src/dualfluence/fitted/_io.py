@@ -217,7 +217,9 @@ def _checked(header: dict[str, Any], arrays: dict[str, np.ndarray]) -> Content:
     if type(content.may_widen) is not bool:
         raise Damaged(f"may_widen is {content.may_widen!r}")
     if type(ridge) is not float or check_ridge(ridge) != content.certificate.ridge:
-        raise Damaged(f"ridge is {ridge!r}, its certificate's {content.certificate.ridge!r}")
+        raise Damaged(
+            f"ridge is {ridge!r}, but its certificate states {content.certificate.ridge!r}"
+        )
     if type(drift) is not float or not 0 <= drift < np.inf:
         raise Damaged(f"its drift is {drift!r}")
     numbers = [v for v in header["certificate"].values() if type(v) is float]
@@ -307,7 +309,7 @@ def _check_values(content: Content) -> None:
             raise Damaged(f"reference_alpha has shape {rows}")
     ref = content.reference
     if (ref is None) is ("reference_alpha" in arrays):
-        raise Damaged(f"its reference is {ref}")
+        raise Damaged("of its reference and the array reference_alpha, one is missing")
     if ref is not None and (ref.tangent not in ("initial", "trained") or not ref.gap >= 0):
         raise Damaged(f"its reference is {ref}")
     if "purged" in arrays:

@@ -37,9 +37,9 @@ class KernelOptions:
       `kernel_operator(...)`, `fitted.kernel_op`, or one of your own. The model is then used only for
       base outputs and queries.
     - `refine`: what a float32 model does if rounding limits its accuracy. By default it continues in
-      float64: on a CPU wherever float32 would miss its tolerance (up to 2,048 unknowns), otherwise only
-      if the answer would be refused. `True` keeps `K` in float32, dual variables and residuals in
-      float64, and refines float32 solves, also in the fit. `False` stays in float32.
+      float64 if the answer in float32 would be refused. On a CPU, with up to 2,048 unknowns, it does so
+      already if float32 would miss its tolerance. `True` keeps `K` in float32, dual variables and
+      residuals in float64, and refines float32 solves, also in the fit. `False` stays in float32.
     - `precision`: of products with a dense `K`; `jax.lax.Precision.DEFAULT` allows TF32 or bfloat16 on
       accelerators, and `stats.notes` states the error of this.
     - `num_outputs`: `c`, if it follows neither from the model nor from the targets, as for a kernel

@@ -18,7 +18,8 @@ from ._windows import at_first, at_second, same_pixel, take_diagonal
 class GlobalSelfAttention(AbstractLayer):
     r"""Attention between all pixels of an image (Hron et al. 2020), no positional embedding.
 
-    `scaling="linear"` (tied keys and queries): with $G = \zeta(W_qW_k\,K_{11})$, where $\zeta$ is the
+    `scaling="linear"` (tied keys and queries): for images 1 and 2, with
+    $G_1 = \zeta(W_qW_k\,K_{11})$ and $G_2$ from $K_{22}$ in the same way, where $\zeta$ is the
     softmax over the attended pixels, ReLU or the identity (`mechanism`), and $v = (W_oW_v)^2$,
     $K' = v\,G_1KG_2^\top + b^2$ and $\Theta' = v\,G_1\Theta G_2^\top + 2(K'-b^2) + b^2$.
     `scaling="sqrt"` has a limit in closed form for `mechanism="identity"` only:

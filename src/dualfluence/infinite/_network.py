@@ -46,7 +46,7 @@ class Network(Serial):
     tangent kernel (Jacot et al. 2018; Arora et al. 2019 for convolutions).
 
     There are two passes: each point with itself, once per point, and then pairs of points in tiles. On
-    images only those pairs of pixels are stored whose displacement the read-out needs.
+    images only pairs of pixels that are near enough to each other to matter for the outputs are stored.
     """
 
     def kernel(

@@ -101,8 +101,9 @@ class Dropout(AbstractLayer):
     r"""Dropout; `rate` is the probability of KEEPING an entry.
 
     `mode="test"` is the identity. `mode="train"` divides the variance of every point by `rate`.
-    Covariances of different points do not change, because their masks are independent. A point counts
-    as the same only on the diagonal of `kernel(x)` and in `diagonal(x)`.
+    Covariances of different points do not change, because their masks are independent. Equal
+    points count as different, except a point with itself on the diagonal of `kernel(x)` and in
+    `diagonal(x)`.
     """
 
     rate: float

@@ -129,7 +129,7 @@ class Linearized(eqx.Module):
         return replace(own, apply_fn=Reading(fn, form), form=form)
 
     def as_given(self) -> "Linearized":
-        """The network as `linearize` made it, of `θ` and trees: undoes `in_scale` and `reading`."""
+        """The network as `linearize` made it: takes `θ` and trees; undoes `in_scale` and `reading`."""
         own, wide = self.params, self.widening
         if not isinstance(own, Shifted) and self.form is None and wide is None:
             return self
@@ -254,7 +254,7 @@ class Linearized(eqx.Module):
         progress: bool | ProgressFn = True,
         **options: Any,
     ) -> Float[KernelArray, "..."]:
-        """`J(x1) P J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` computes half of it.
+        """`J(x1) P J(x2)ᵀ` of shape `(n1, c, n2, c)`, in tiles; `x2=None` is `x1` at half the work.
 
         `options` are those of `kernels.empirical_kernel`, e.g. `flat=True` for `(n1·c, n2·c)`.
         """
@@ -271,8 +271,8 @@ class Linearized(eqx.Module):
             ).value
 
     def kernel_rows(self, x: Inputs, size: int) -> Iterator[tuple[int, Float[Array, "rows c n c"]]]:
-        """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row. A
-        point has the same `J` in its row and in its column."""
+        """`J(x) P J(x)ᵀ` in blocks of `size` rows. Each block comes with the number of its first row. The
+        blocks together are symmetric: a point's `J` is rounded alike for its row and for its column."""
         model = self.bound(x)
         return kernel_rows(model.apply_fn, model.params, x, size, trainable=model._mask())
 

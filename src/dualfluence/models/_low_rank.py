@@ -136,8 +136,8 @@ def low_rank(
     **Arguments:**
 
     - `model`, `x`: as for `fit`; landmarks are drawn from the points `x`.
-    - `rank`: number of features; for Nyström, each of `rank/c` (rounded up) landmarks, points drawn from
-      `x`, gives `c` features.
+    - `rank`: number of features. Nyström draws `rank/c` (rounded up) landmarks from the points `x`, and
+      each landmark gives `c` features.
     - `method`: `"nystrom"` projects on the gradients of landmarks and fits well when the spectrum falls
       fast; `"random-features"` projects gradients on random directions. It is unbiased, its entries are
       off by about `1/√rank`, and it needs only Jacobian products, no kernel entries.

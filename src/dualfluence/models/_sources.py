@@ -422,7 +422,7 @@ class PrecomputedKernel(eqx.Module):
         return jnp.take(jnp.take(self.matrix, rows, axis=0), cols, axis=half)
 
     def purged(self, x: Array, kept: np.ndarray, stand_ins: Array) -> "PrecomputedKernel":
-        """The same pool, in which other positions overwrite the positions `x` that are not `kept`."""
+        """The same pool; the positions `x` that are not `kept` are overwritten by `stand_ins`."""
         positions, own = np.arange(self.matrix.shape[0]), np.asarray(x)
         positions[own] = np.asarray(stand_ins)
         positions[own[kept]] = own[kept]  # a position that a remaining point uses as well stays

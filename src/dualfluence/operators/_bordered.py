@@ -96,7 +96,7 @@ class BorderedOperator(AbstractKernelOperator):
 
     @classmethod
     def around(cls, op: AbstractKernelOperator, columns: Array) -> "BorderedOperator":
-        """`op` with an empty border that takes `columns` like these."""
+        """`op` with an empty border, for columns of the same kind as `columns`."""
         each = 1 if columns.ndim == 2 else op.num_outputs
         kind = KroneckerOperator if columns.ndim == 2 else DenseOperator
         corner = kind(jnp.zeros((0, 0), columns.dtype), op.num_outputs)

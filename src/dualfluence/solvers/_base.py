@@ -64,8 +64,8 @@ class Solution(eqx.Module):
     """The result of a solve, and facts about it.
 
     - `value`, `k_value`: `Δα` and `KΔα`.
-    - `reach`: size of the vectors whose products with `K` add up to `k_value`. If they are larger than
-      `value` they cancel, and the rounding of `k_value` is proportional to them.
+    - `reach`: size of the vectors whose products with `K` are summed to `k_value`. If these vectors are
+      larger than `value`, they cancel in the sum; the rounding of `k_value` is proportional to `reach`.
     - `iterations`, `products`: iterations of the solver, and all products with `K`.
     - `residual`, `converged`: relative residual of the system, and whether it is within the tolerance.
     - `jitter`: shift of the diagonal that a factorisation needed, or zero.

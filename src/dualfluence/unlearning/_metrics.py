@@ -23,7 +23,7 @@ FLOOR = 1e-5
 def margins(
     outputs: Float[np.ndarray, "q c"], labels: Int[np.ndarray, " q"]
 ) -> Float[np.ndarray, " q"]:
-    """`z_y − logsumexp(z_≠y)`; for one output `±z`, labels 0 and 1."""
+    """`z_y − logsumexp(z_≠y)`; for one output, `z` where the label is 1 and `−z` where it is 0."""
     if outputs.shape[1] == 1:
         return np.where(labels > 0, 1, -1) * outputs[:, 0]
     own = outputs[np.arange(len(labels)), labels]
