@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from dualfluence.attribution import Attribution
+from dualfluence.attribution._attribution_plot import as_picture
 
 
 def _scores(direction=1, **fields):
@@ -87,3 +88,17 @@ def test_plot_draws_pictures_or_a_table(shape, tmp_path):
     figure = result.plot(query=1, k=3, names=["nought", "one", "two", "three"])
     figure.savefig(tmp_path / "strip.png")
     assert (tmp_path / "strip.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("shape", "side"),
+    [((16,), (4, 4)), ((4, 5), (4, 5)), ((4, 4, 1), (4, 4)), ((5, 4, 3), (5, 4, 3)), ((9,), None),
+     ((18,), None), ((3, 5), None), ((3, 4, 3), None), ((4, 4, 2), None), ((2, 4, 4, 3), None)],
+)  # fmt: skip
+def test_only_what_may_be_a_picture_is_shown_as_one(shape, side):
+    """From four pixels on each side, grey or with three colours."""
+    values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    found = as_picture(values)
+    assert (None if found is None else found.shape) == side
+    if side is not None:  # from black to white
+        np.testing.assert_allclose(found, values.reshape(side) / values.max(), atol=1e-6)

@@ -11,8 +11,8 @@ import pytest
 import cases
 import dualfluence as dfl
 import problems
-from dualfluence.unlearning import _engine, _programs, _quick
-from dualfluence.unlearning._anchor import make_majorant
+from dualfluence.unlearning import _anchor, _engine, _programs, _quick
+from dualfluence.unlearning._anchor import can_anchor, make_majorant
 from dualfluence.unlearning._engine import Engine
 
 
@@ -300,3 +300,14 @@ def test_a_gap_and_a_missing_certificate_are_carried_on():
     run(engine, [2])
     assert engine.fitted.certificate.gap == 0.25
     assert engine.fitted.certificate.distance_bound >= 0.25
+
+
+def test_an_inverse_is_made_up_to_the_last_byte_that_may_be_used(monkeypatch):
+    fitted = dfl.fit(
+        dfl.linearize(lambda w, x: x @ w, jnp.zeros((3, 2))), np.eye(3), np.ones((3, 2)),
+        loss=dfl.SquaredError(), ridge=0.1, progress=False,
+    )  # fmt: skip
+    needed = _anchor.MATRICES * 6**2 * 8
+    for budget, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(_anchor, "memory_budget", lambda budget=budget: budget)
+        assert can_anchor(fitted) is fits
