@@ -44,7 +44,7 @@ def test_the_exact_form_is_brute_force():
     np.testing.assert_allclose(got.values, _unit(want), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("adam", [False, True])
+@pytest.mark.parametrize("adam", gates.table([False, True], [True]))
 def test_scores_by_probes_are_brute_force_with_their_curvature_token_by_token(adam):
     p, data = nets.params(0), nets.data()
     diagonal = jax.tree.map(lambda a: jnp.abs(a) + 0.1, p) if adam else None

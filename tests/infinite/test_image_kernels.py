@@ -114,7 +114,7 @@ def ridge_regression(K, Q, y, ridge):
 @pytest.mark.parametrize(
     ("name", "dtype", "sizes"),
     [
-        ("strided", np.float32, ((5, 2),)),
+        pytest.param("strided", np.float32, ((5, 2),), marks=pytest.mark.thorough),
         pytest.param("global", np.float32, FITS, marks=pytest.mark.thorough),
         pytest.param("strided", np.float64, FITS, marks=pytest.mark.thorough),
     ],
