@@ -340,6 +340,13 @@ def test_all_kinds_of_class_targets_are_read(form):
     found = dfl.audit(fitted)
     np.testing.assert_array_equal(found.labels, two)
     assert found.left_out.shape == (20, 2)
+    if form == "one sign":  # the output without the point, as shares of the two classes
+        np.testing.assert_allclose(found.left_out.sum(axis=1), 1, rtol=1e-12)
+        f = [
+            fitted.edit(dfl.Remove([i]), progress=False).predict(x[i : i + 1])[0, 0]
+            for i in range(3)
+        ]
+        np.testing.assert_allclose(found.left_out[:3, 1], (1 + np.array(f)) / 2, rtol=1e-6)
 
 
 def test_targets_keep_the_form_in_which_they_came():

@@ -42,6 +42,13 @@ def test_quantities_of_several_outputs():
     np.testing.assert_allclose(got, own - others, rtol=1e-12)
 
 
+def test_quantities_of_two_outputs():
+    """Numbers of classes are taken as given, however few classes there are."""
+    labels, both = np.array([1, 0]), F3[:, :2]
+    got = made("margin", dfl.SoftmaxCrossEntropy(), labels, both)[1]
+    np.testing.assert_allclose(got, both[[0, 1], labels] - both[[0, 1], 1 - labels], rtol=1e-12)
+
+
 def test_quantities_of_one_output():
     for loss, targets, signs in (
         (dfl.Logistic(), [[0.0], [1.0]], [-1, 1]),
