@@ -146,7 +146,9 @@ def left_out_steps(
         return b, h.reshape(-1, k), eye.reshape(-1, k * r)
 
     specs = (ROWS, by_rows(factor), ROWS, ROWS, ROWS)
-    b, h, units = _on(layout, right_sides, specs, ROWS)(system.K, factor, alpha, loss_grad, k_pair)
+    b, h, units = map_shards(right_sides, layout, specs, ROWS)(
+        system.K, factor, alpha, loss_grad, k_pair
+    )
     half = chol.half(h)
     if not first_order:
         X = chol.half(units)
@@ -157,13 +159,13 @@ def left_out_steps(
             at_point = jnp.einsum("ska,sk->ka", each, half, precision=HIGHEST)
             return jax.lax.psum((gram, at_point), AXIS)
 
-        share = solve_each(*_on(layout, blocks, ROWS, EVERY)(X, half))
+        share = solve_each(*map_shards(blocks, layout, ROWS, EVERY)(X, half))
 
         def without(X: Array, half: Array, share: Array) -> Array:
             each = X.reshape(half.shape[0], k, -1)
             return half - jnp.einsum("ska,ka->sk", each, share, precision=HIGHEST)
 
-        half = _on(layout, without, (ROWS, ROWS, EVERY), ROWS)(X, half, share)
+        half = map_shards(without, layout, (ROWS, ROWS, EVERY), ROWS)(X, half, share)
     z = chol.back(half)
 
     def changes(K: Array, own: AbstractFactor, b: Array, z: Array) -> tuple[Array, Array]:
@@ -172,17 +174,13 @@ def left_out_steps(
         return delta, jax.lax.psum(own_change, AXIS)
 
     specs = (ROWS, by_rows(factor), ROWS, ROWS)
-    return _on(layout, changes, specs, (ROWS, EVERY))(system.K, factor, b, z)
+    return map_shards(changes, layout, specs, (ROWS, EVERY))(system.K, factor, b, z)
 
 
 def _chosen(rows: int, points: Int[AnyArray, " k"]) -> Bool[Array, "n k"]:
     """Which rows of this device are which of the points."""
     here = jax.lax.axis_index(AXIS) * rows + jnp.arange(rows, dtype=jnp.int32)
     return here[:, None] == jnp.asarray(points, jnp.int32)[None, :]
-
-
-def _on(layout: Layout, fn: Any, in_specs: Any, out_specs: Any) -> Any:
-    return map_shards(fn, layout, in_specs, out_specs)
 
 
 @filter_jit
